@@ -1,0 +1,1 @@
+"""Layer 0: what a run is asked to do."""

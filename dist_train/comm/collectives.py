@@ -1,0 +1,135 @@
+"""The only file that names torch.distributed collectives.
+
+Every call takes the `Group` it runs over and returns a `Handle`; nothing has happened to the tensors before
+`Handle.wait()`. A group of size 1 is the identity. Tensors may have any strides: where the backend needs contiguous
+memory a copy travels and the result is written back, so the caller's tensor always holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_train.mesh.mesh import Group
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed these two and warns about the names that 2.11 has alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Handle:
+    """A collective in flight. `wait` blocks the host (CPU) or the current stream (CUDA) until its tensors are final."""
+
+    __slots__ = ("_finish", "_work")
+
+    def __init__(self, work: Any = None, finish: Callable[[], None] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class Recorder(Protocol):
+    """Sees every collective before it starts (`comm/trace.py`)."""
+
+    def __call__(self, op: str, group: Group, tensor: Tensor) -> None: ...
+
+
+class Collectives:
+    """Collectives over a mesh's groups; `recorder` sees each call (traffic counts, watchdog, traces)."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
+
+    def all_reduce(self, x: Tensor, group: Group, op: str = "sum") -> Handle:
+        """Reduce `x` (any shape) over the group, in place. `op` is sum, max or min."""
+        if group.size == 1 or x.numel() == 0:
+            return Handle()
+        self._record("all_reduce", group, x)
+        flat = x if x.is_contiguous() else x.contiguous()
+        work = dist.all_reduce(flat, _OPS[op], group=group.process_group, async_op=True)
+        return Handle(work, None if flat is x else lambda: _write(x, flat))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, group: Group) -> Handle:
+        """Sum `x` (group.size · n elements) over the group; `out` (n elements) receives this rank's slice."""
+        if group.size == 1:
+            return Handle(finish=lambda: _write(out, x))
+        self._record("reduce_scatter", group, x)
+        source = x.contiguous()
+        if dist.get_backend(group.process_group) != "gloo":
+            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+            work = _reduce_scatter(target, source, group=group.process_group, async_op=True)
+            return Handle(work, None if target is out else lambda: _write(out, target))
+        # gloo's own reduce-scatter is an all-reduce underneath: twice the bytes. Exchanging slices and adding them
+        # here, in rank order, costs the ideal bytes and gives every rank the same order of additions.
+        parts = torch.empty_like(source)
+        work = dist.all_to_all_single(parts, source, group=group.process_group, async_op=True)
+        return Handle(work, lambda: _write(out, parts.view(group.size, -1).sum(0)))
+
+    def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
+        """`out` (group.size · n elements) receives every rank's `x` (n elements) in group order; `x` may be a slice of it."""
+        if group.size == 1:
+            return Handle(finish=lambda: _write(out, x))
+        self._record("all_gather", group, out)
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        work = _all_gather(target, x.contiguous(), group=group.process_group, async_op=True)
+        return Handle(work, None if target is out else lambda: _write(out, target))
+
+    def all_to_all(self, out: Tensor, x: Tensor, group: Group) -> Handle:
+        """Slice i of `x` goes to rank i of the group; `out` receives one slice from each, in group order."""
+        if group.size == 1:
+            return Handle(finish=lambda: _write(out, x))
+        self._record("all_to_all", group, x)
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True)
+        return Handle(work, None if target is out else lambda: _write(out, target))
+
+    def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
+        """`x` becomes that of the group's rank `source`, in place."""
+        if group.size == 1 or x.numel() == 0:
+            return Handle()
+        self._record("broadcast", group, x)
+        flat = x if x.is_contiguous() else x.contiguous()
+        work = dist.broadcast(flat, group.ranks[source], group=group.process_group, async_op=True)
+        return Handle(work, None if flat is x else lambda: _write(x, flat))
+
+    def barrier(self, group: Group) -> None:
+        """Return once every rank of the group has come here."""
+        if group.size > 1:
+            dist.barrier(group=group.process_group)
+
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        """Every rank's small host object, in group order. The ranks of one run trust each other: the objects are pickled."""
+        if group.size == 1:
+            return [value]
+        found: list[Any] = [None] * group.size
+        dist.all_gather_object(found, value, group=group.process_group)
+        return found
+
+    def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        """The small host object of the group's rank `source`."""
+        if group.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=group.ranks[source], group=group.process_group)
+        return box[0]
+
+    def _record(self, op: str, group: Group, tensor: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder(op, group, tensor)
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    if target.data_ptr() != value.data_ptr() or target.stride() != value.stride():
+        target.copy_(value.view(target.shape))
+

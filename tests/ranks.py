@@ -1,0 +1,143 @@
+"""Warm pools of gloo ranks for the tests: importing torch eight times on two cores costs 15 s, once a session is enough.
+
+`run_ranks(4, function, *args)` calls the module-level `function(mesh, comm, *args)` on four ranks and returns their
+results in rank order. An exception on a rank, a rank that dies and a call that outlasts `timeout` fail the test with the
+first traceback; the pool is then rebuilt by the next call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_pools: dict[int, _Pool] = {}
+COLLECTIVE_TIMEOUT_SECONDS = 15.0
+
+
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    if n == 1:
+        from dist_train.comm.collectives import Collectives
+        from dist_train.mesh.mesh import ParallelMesh
+
+        return [function(ParallelMesh.single(), Collectives(), *args)]
+    pool = _pools.get(n)
+    if pool is None:
+        pool = _pools[n] = _Pool(n)
+    try:
+        return pool.call(function, args, timeout)
+    except BaseException:
+        _pools.pop(n).close()
+        raise
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer."""
+
+
+class _Pool:
+    def __init__(self, n: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._answers: Any = context.Queue()
+        self._questions = [context.Queue() for _ in range(n)]
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            self._ranks = [
+                context.Process(target=_serve, args=(rank, n, self._folder.name, self._questions[rank], self._answers), daemon=True)
+                for rank in range(n)
+            ]
+            for process in self._ranks:
+                process.start()
+        finally:
+            if before is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = before
+        self._collect("start", time.monotonic() + 120.0)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for question in self._questions:
+            question.put((function, args))
+        return self._collect(getattr(function, "__name__", repr(function)), time.monotonic() + timeout)
+
+    def _collect(self, what: str, deadline: float) -> list[Any]:
+        found: dict[int, Any] = {}
+        while len(found) < len(self._ranks):
+            try:
+                rank, ok, value = self._answers.get(timeout=0.2)
+            except queue.Empty:
+                dead = [rank for rank, process in enumerate(self._ranks) if not process.is_alive() and rank not in found]
+                if dead:
+                    raise RankFailure(f"{what}: rank {dead[0]} died with exit code {self._ranks[dead[0]].exitcode}") from None
+                if time.monotonic() > deadline:
+                    silent = sorted(set(range(len(self._ranks))) - set(found))
+                    raise RankFailure(f"{what}: no answer from ranks {silent} in time.\n{self._stacks(silent)}") from None
+                continue
+            if not ok:
+                raise RankFailure(f"{what}: rank {rank} raised\n{value}")
+            found[rank] = value
+        return [found[rank] for rank in range(len(self._ranks))]
+
+    def _stacks(self, silent: list[int]) -> str:
+        import signal
+
+        for rank in silent:
+            os.kill(self._ranks[rank].pid or 0, signal.SIGUSR2)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{Path(self._folder.name, f'stack{rank}').read_text()}" for rank in silent)
+
+    def close(self) -> None:
+        for process in self._ranks:
+            process.kill()
+        for process in self._ranks:
+            process.join(5)
+        self._folder.cleanup()
+
+
+def _serve(rank: int, n: int, folder: str, questions: Any, answers: Any) -> None:
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test session leaves no ranks behind
+    stacks = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
+
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from dist_train.comm.collectives import Collectives
+    from dist_train.mesh.mesh import ParallelMesh
+    from dist_train.mesh.shape import MeshShape
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
+    mesh = ParallelMesh.from_process_group(MeshShape(dp=n), timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    answers.put((rank, True, None))
+    while True:
+        function, args = questions.get()
+        try:
+            answers.put((rank, True, function(mesh, Collectives(), *args)))
+        except BaseException:
+            answers.put((rank, False, traceback.format_exc()))
+        sys.stdout.flush()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
+    _pools.clear()

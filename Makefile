@@ -1,0 +1,30 @@
+# Every target does its own set-up: the environment in .venv, pinned by constraints.txt, the package editable in it.
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+READY = .venv/.ready
+ARGS ?=
+
+.PHONY: help setup train test lint
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup: $(READY) ## make .venv with everything that training and testing need
+
+train: $(READY) ## train a small language model on two ranks; more with ARGS="train.steps=400 model=..."
+	.venv/bin/dist-train train mesh.dp=2 $(ARGS)
+
+test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+# torch comes alone and first: it is the largest, and a csrc build needs it before the package is installed.
+$(READY): constraints.txt pyproject.toml setup.py
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dist_train needs Python 3.10 or newer; set PYTHON=...")'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP) setuptools wheel torch==2.13.0
+	$(PIP) --no-build-isolation --editable '.[dev,data]'
+	touch $@

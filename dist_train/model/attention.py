@@ -1,0 +1,56 @@
+"""The attention layer: project, rotate, attend, project back. Shapes: see transformer.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dist_train.config.schema import ModelConfig
+from dist_train.ops.attention import attention
+from dist_train.ops.rotary import rotary
+
+if TYPE_CHECKING:
+    from dist_train.model.transformer import Context
+
+
+class LayerCache:
+    """Keys and values of the tokens one layer has seen while generating: 2·B·K·capacity·H elements, taken at once."""
+
+    def __init__(self, rows: int, capacity: int, config: ModelConfig, like: Tensor) -> None:
+        shape = (rows, config.kv_heads, capacity, config.hidden // config.heads)
+        self.keys_BKSH, self.values_BKSH = like.new_empty(shape), like.new_empty(shape)
+        self.length = 0
+
+    def append(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store T more tokens; views of all S seen so far."""
+        start, self.length = self.length, self.length + k_BKTH.size(2)
+        self.keys_BKSH[:, :, start : self.length] = k_BKTH
+        self.values_BKSH[:, :, start : self.length] = v_BKTH
+        return self.keys_BKSH[:, :, : self.length], self.values_BKSH[:, :, : self.length]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        self.backend, self.dropout = backend, config.dropout
+        self.head_width = config.hidden // config.heads
+        self.q = nn.Linear(config.hidden, config.heads * self.head_width, config.bias)
+        self.k = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
+        self.v = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
+        self.out = nn.Linear(config.heads * self.head_width, config.hidden, config.bias)
+
+    def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        q_BTNH, k_BTKH, v_BTKH = (self.split_heads(project(x_BTD)) for project in (self.q, self.k, self.v))
+        if context.rotation is not None:
+            q_BTNH, k_BTKH = rotary(q_BTNH, *context.rotation), rotary(k_BTKH, *context.rotation)
+
+        q_BNTH, k_BKSH, v_BKSH = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
+        if cache is not None:
+            k_BKSH, v_BKSH = cache.append(k_BKSH, v_BKSH)
+        dropout = self.dropout if self.training else 0.0
+        o_BNTH = attention(q_BNTH, k_BKSH, v_BKSH, context.mask_B1TS, dropout, self.backend)
+        return self.out(o_BNTH.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_width))

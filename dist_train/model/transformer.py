@@ -1,0 +1,105 @@
+"""A decoder-only transformer, from token ids to logits.
+
+Shapes:
+    B  rows of the micro-batch         D  hidden width           N  query heads
+    T  tokens of a row                 F  feed-forward width     K  key/value heads (K divides N)
+    S  keys a query may look at        V  vocabulary             H  head width, D = N·H
+                                                                 R  rotated pairs of a head, H = 2·R
+
+Two families share every line here and differ in three parts:
+    llama   RMSNorm, rotary positions (inside attention), gated feed-forward       (arXiv:2302.13971)
+    gpt     LayerNorm, learned positions (added to the embedding), plain feed-forward       (GPT-2)
+Both are pre-norm: a block adds attention(norm(x)), then mlp(norm(x)), to the residual stream x_BTD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_train.config.schema import ModelConfig
+from dist_train.model.attention import Attention, LayerCache
+from dist_train.model.mlp import make_mlp
+from dist_train.model.norm import make_norm
+from dist_train.ops.attention import document_mask
+from dist_train.ops.rotary import rotary_table
+
+
+class Context(NamedTuple):
+    """What all blocks of one forward pass share, made once: where tokens stand, and who may see whom."""
+
+    rotation: tuple[Tensor, Tensor] | None  # (cos_BT1R, sin_BT1R) in fp32; None: positions are in the embedding
+    mask_B1TS: Tensor | None  # bool; None: plain causal
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig, attention: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.max_positions, config.hidden) if config.family == "gpt" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = make_norm(config)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head the embedding's own Parameter where the config says so (arXiv:1608.05859)."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
+    ) -> Tensor:
+        """logits_BTV in the parameters' dtype.
+
+        `tokens_BT` int64. `positions_BT` int64 restarts at 0 with each document; None counts from 0 along the row.
+        `documents_BT` (any integer dtype) numbers the documents of a row, and no token sees another document; None
+        means one document a row, which takes the fast causal path. `caches`, one a block, hold what came before.
+        """
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None]
+        context = self.context(positions_BT, documents_BT)
+
+        x_BTD = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        x_BTD = self.dropout(x_BTD)
+        if caches is None:
+            for block in self.blocks:
+                x_BTD = block(x_BTD, context)
+        else:
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x_BTD = block(x_BTD, context, cache)
+        return self.head(self.norm(x_BTD))
+
+    def context(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Context:
+        """Rotation table and mask for these positions and documents."""
+        rotation = None
+        if self.positions is None:
+            rotation = rotary_table(positions_BT, self.config.hidden // self.config.heads, self.config.rope_theta)
+        return Context(rotation, None if documents_BT is None else document_mask(documents_BT))
+
+
+class Block(nn.Module):
+    """One layer: the unit of recompute and of sharding."""
+
+    def __init__(self, config: ModelConfig, attention: str) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, attention)
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), context, cache))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))

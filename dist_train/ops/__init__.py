@@ -1,0 +1,1 @@
+"""Layer 3: the arithmetic of a transformer, one file per operation, each with its reference in plain torch."""

@@ -1,0 +1,23 @@
+"""Layer 8: everything a run needs to go on, on disk: complete or invisible, loadable on any layout."""
+
+from __future__ import annotations
+
+from dist_train.checkpoint.manifest import Box, CheckpointError
+from dist_train.checkpoint.pieces import Piece
+from dist_train.checkpoint.reshard import FlatBox, flat_range_boxes
+from dist_train.checkpoint.store import find, load, names, prune, read_state, save, verify
+
+__all__ = [
+    "Box",
+    "CheckpointError",
+    "FlatBox",
+    "Piece",
+    "find",
+    "flat_range_boxes",
+    "load",
+    "names",
+    "prune",
+    "read_state",
+    "save",
+    "verify",
+]

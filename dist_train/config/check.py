@@ -1,0 +1,214 @@
+"""Every rule that a config alone can break, checked before any rank starts, all problems at once.
+
+This is the only place where two groups of the config meet. It never edits the config: a value is right or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_train.config.compose import ConfigError
+from dist_train.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One refused value: what it is, the rule it breaks, and what to set instead."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.rule}; {self.remedy}."
+
+
+_CHOICES = {
+    "model.family": ("llama", "gpt"),
+    "model.activation": ("silu", "gelu", "relu"),
+    "model.init": ("scaled_normal", "xavier", "he"),
+    "data.source": ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "synthetic", "blend"),
+    "launch.kind": ("local",),
+    "launch.device": ("auto", "cpu", "cuda"),
+    "shard.engine": ("native",),
+    "shard.stage": (0,),
+    "shard.reduce_dtype": ("fp32", "bf16"),
+    "precision.compute": ("fp32", "bf16", "fp16"),
+    "precision.grad": ("fp32", "bf16"),
+    "precision.master": ("fp32", "bf16"),
+    "optim.name": ("sgd", "momentum", "adam", "adamw"),
+    "lr.schedule": ("constant", "linear", "cosine", "wsd"),
+    "remat": ("none", "selective", "full"),
+    "attention": ("auto", "sdpa", "math"),
+    "mesh.pp": (1,),
+    "mesh.cp": (1,),
+    "mesh.tp": (1,),
+}
+
+_AT_LEAST: dict[str, float] = {
+    **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
+    **{key: 1 for key in ("train.steps", "train.global_batch", "train.micro_batch", "launch.nodes")},
+    **{key: 1 for key in ("data.synthetic_documents", "precision.loss_scale_growth_steps", "precision.loss_scale_hysteresis")},
+    **{key: 2 for key in ("model.vocab", "train.seq_len", "data.synthetic_min_tokens")},
+    **{f"train.{key}": 0 for key in ("clip_norm", "z_loss", "eval_every", "eval_batch", "gc_every", "seed")},
+    **{f"launch.{key}": 0 for key in ("ranks_per_node", "max_restarts", "port", "grace_seconds")},
+    **{f"optim.{key}": 0 for key in ("lr", "weight_decay")},
+    **{f"lr.{key}": 0 for key in ("warmup_steps", "decay_steps")},
+    **{f"checkpoint.{key}": 0 for key in ("every", "keep")},
+    **{key: 0 for key in ("data.workers", "data.max_documents", "precision.loss_scale", "model.dropout", "model.init_std")},
+    **{key: 0 for key in ("observe.sample_tokens", "observe.peak_tflops", "data.eval_fraction", "lr.min_ratio")},
+    **{f"optim.{key}": 0 for key in ("beta1", "beta2", "momentum")},
+}
+_BELOW: dict[str, float] = {"model.dropout": 1, "data.eval_fraction": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
+_ABOVE_ZERO = ("shard.bucket_mb", "launch.timeout_seconds", "optim.eps", "model.norm_eps", "model.rope_theta", "precision.loss_scale_min")
+
+
+def get(config: Config, key: str) -> object:
+    """The value of a dotted key."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def world_size(config: Config, devices: int) -> int:
+    """Number of ranks that this config asks for, with `devices` accelerators on each node (0: CPU).
+
+    `mesh.dp=-1` takes what there is: all ranks of all nodes over the other degrees; one on CPU.
+    """
+    mesh, launch = config.mesh, config.launch
+    rest = mesh.pp * mesh.cp * mesh.tp
+    if mesh.dp > 0:
+        return mesh.dp * rest
+    per_node = launch.ranks_per_node or (devices if launch.device != "cpu" else 0)
+    return max(rest, launch.nodes * per_node // rest * rest)
+
+
+def check(config: Config, world_size: int) -> list[Problem]:
+    """All problems of this config on `world_size` ranks; empty when it can run."""
+    problems = [*_single_values(config)]
+    if not problems:  # the relations below take sane single values for granted
+        problems = [*_model(config), *_data(config), *_batch(config, world_size), *_ranks(config, world_size)]
+    return problems
+
+
+def require(config: Config, world_size: int) -> None:
+    """Raise ConfigError listing every problem."""
+    if problems := check(config, world_size):
+        raise ConfigError("\n".join(str(problem) for problem in problems))
+
+
+def skipped_steps(ranges: list[str]) -> frozenset[int]:
+    """`["100", "200-202"]` → {100, 200, 201, 202}: steps (1 is the first) whose update is left out. Raises ValueError."""
+    found: set[int] = set()
+    for text in ranges:
+        first, _, last = str(text).partition("-")
+        low, high = int(first), int(last or first)
+        if low < 1 or high < low:
+            raise ValueError(text)
+        found.update(range(low, high + 1))
+    return frozenset(found)
+
+
+def _single_values(config: Config) -> Iterator[Problem]:
+    for key, choices in _CHOICES.items():
+        value = get(config, key)
+        if key == "data.source" and config.data.blend:
+            continue
+        if value not in choices:
+            names = ", ".join(str(choice) for choice in choices)
+            rule = f"{names} is what there is" if len(choices) == 1 else f"one of {names}"
+            yield Problem(key, value, rule, f"set {key}={choices[0]}")
+    for key, low in _AT_LEAST.items():
+        value = get(config, key)
+        if not value >= low:  # type: ignore[operator]  # (written so that nan is refused too)
+            yield Problem(key, value, f"at least {low:g}", f"set {key}={low:g} or more")
+    for key, high in _BELOW.items():
+        value = get(config, key)
+        if not value < high:  # type: ignore[operator]
+            yield Problem(key, value, f"below {high:g}", f"set a smaller {key}")
+    for key in _ABOVE_ZERO:
+        value = get(config, key)
+        if not value > 0:  # type: ignore[operator]
+            yield Problem(key, value, "above 0", f"set a positive {key}")
+    if config.mesh.dp != -1 and config.mesh.dp < 1:
+        yield Problem("mesh.dp", config.mesh.dp, "at least 1, or -1 for as many ranks as there are devices", "set mesh.dp=1")
+    try:
+        skipped_steps(config.train.skip_steps)
+    except ValueError:
+        yield Problem("train.skip_steps", config.train.skip_steps, "steps or ranges of steps", 'write it as ["100","200-220"]')
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model, seq_len = config.model, config.train.seq_len
+    if model.hidden % model.heads:
+        near = max(1, round(model.hidden / model.heads)) * model.heads
+        yield Problem("model.hidden", model.hidden, f"a multiple of model.heads={model.heads}", f"set model.hidden={near}")
+    elif model.family == "llama" and model.hidden // model.heads % 2:
+        width = model.hidden // model.heads
+        yield Problem("model.hidden", model.hidden, f"rotary positions need an even head width, not {width}", "change model.heads")
+    if model.heads % model.kv_heads:
+        near = math.gcd(model.heads, model.kv_heads)
+        yield Problem("model.kv_heads", model.kv_heads, f"divides model.heads={model.heads}", f"set model.kv_heads={near}")
+    if model.family == "llama" and model.activation != "silu":
+        yield Problem("model.activation", model.activation, "the llama family gates with silu", "set model.activation=silu")
+    if model.family == "gpt" and model.activation == "silu":
+        yield Problem("model.activation", model.activation, "the gpt family has gelu or relu", "set model.activation=gelu")
+    if model.family == "gpt" and seq_len > model.max_positions:
+        remedy = f"set model.max_positions={seq_len} or a shorter train.seq_len"
+        yield Problem("train.seq_len", seq_len, f"at most the {model.max_positions} learned positions", remedy)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.source in ("text", "jsonl", "parquet", "huggingface", "tokens") and not data.path and not data.blend:
+        yield Problem("data.path", '""', f"data={data.source} reads a path", "set data.path=FILE")
+    if data.source == "blend" and not data.blend:
+        yield Problem("data.blend", "[]", "names at least one source", "set data.blend=[{source: text, path: a.txt, weight: 1}]")
+    if data.source in ("text", "jsonl") and data.path and not _exists(data.path):
+        yield Problem("data.path", data.path, "no such file, folder or glob", "give a path that exists, seen from this folder")
+    if data.tokenizer_vocab > config.model.vocab:
+        remedy = f"set model.vocab={data.tokenizer_vocab} or a smaller data.tokenizer_vocab"
+        yield Problem("data.tokenizer_vocab", data.tokenizer_vocab, f"at most model.vocab={config.model.vocab}", remedy)
+    if data.synthetic_min_tokens > data.synthetic_max_tokens:
+        rule = f"at most data.synthetic_max_tokens={data.synthetic_max_tokens}"
+        yield Problem("data.synthetic_min_tokens", data.synthetic_min_tokens, rule, "swap the two")
+    if data.tokenizer not in ("bytes", "bpe") and data.source not in ("synthetic", "tokens") and not _exists(data.tokenizer):
+        yield Problem("data.tokenizer", data.tokenizer, "bytes, bpe or the path of a tokenizer.json", "give a file that exists")
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Problem]:
+    train, mesh = config.train, config.mesh
+    dp = mesh.dp if mesh.dp > 0 else max(1, world_size // (mesh.pp * mesh.cp * mesh.tp))
+    multiple = train.micro_batch * dp
+    if train.global_batch % multiple:
+        near = -(-train.global_batch // multiple) * multiple
+        rule = f"a multiple of train.micro_batch={train.micro_batch} × mesh.dp={dp} = {multiple}"
+        yield Problem("train.global_batch", train.global_batch, rule, f"set train.global_batch={near}, or a smaller micro-batch")
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    mesh, launch = config.mesh, config.launch
+    degrees = mesh.pp * mesh.cp * mesh.tp * max(1, mesh.dp)
+    if (mesh.dp > 0 and degrees != world_size) or world_size % degrees:
+        rule = f"the degrees multiply to {degrees} ranks but there are {world_size}"
+        yield Problem("mesh.dp", mesh.dp, rule, f"start {degrees} ranks, or set mesh.dp=-1")
+    if launch.nodes > 1:
+        rule = "launch.kind=local starts the ranks of one node"
+        yield Problem("launch.nodes", launch.nodes, rule, "run `dist-train train` on each node inside torchrun, srun or mpirun")
+    if launch.ranks_per_node and launch.ranks_per_node * launch.nodes != world_size:
+        rule = f"times launch.nodes={launch.nodes} it is not the {world_size} ranks of the mesh"
+        yield Problem("launch.ranks_per_node", launch.ranks_per_node, rule, "leave launch.ranks_per_node=0")
+
+
+def _exists(pattern: str) -> bool:
+    path = Path(pattern).expanduser()
+    if path.exists():
+        return True
+    anchor = Path(path.anchor) if path.is_absolute() else Path()
+    relative = str(path.relative_to(anchor)) if path.is_absolute() else str(path)
+    return any(mark in pattern for mark in "*?[") and any(True for _ in anchor.glob(relative))

@@ -1,0 +1,1 @@
+"""Layer 11: the command line."""

@@ -1,0 +1,1 @@
+"""Layer 10: from a config to running ranks."""

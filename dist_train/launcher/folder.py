@@ -1,0 +1,72 @@
+"""The run folder: one per run, private to the user, decided once and handed to every rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+from dist_train.config.compose import ConfigError, dump
+from dist_train.config.schema import Config
+
+
+def make_run_folder(config: Config, now: datetime | None = None) -> Path:
+    """Make, or for a given `run.dir` that exists take, the run folder; write `config.yaml` into it; return its absolute path.
+
+    Without `run.dir` the name is `runs/<date>_<time>`, with `_2`, `_3` … for the jobs of the same second: `mkdir` decides
+    between jobs that start at once. With `checkpoint.resume=never` a folder that holds a run is refused. Raises ConfigError.
+    """
+    try:
+        folder = _given(config) if config.run.dir else _fresh(now or datetime.now())
+        (folder / "logs").mkdir(mode=0o700, exist_ok=True)
+        _write(folder / "config.yaml", dump(config))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir or 'runs/…'}: the folder cannot be written ({error.strerror}: {error.filename}); "
+            "set run.dir to a folder that you may write."
+        ) from error
+    return folder.resolve()
+
+
+def holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
+
+
+def refuse_old_run(config: Config) -> None:
+    """Raise ConfigError where `checkpoint.resume=never` meets a folder that holds a run: nothing of it may be overwritten."""
+    if config.run.dir and config.checkpoint.resume == "never" and holds_run(Path(config.run.dir)):
+        raise ConfigError(
+            f"run.dir={config.run.dir}: the folder holds a run and checkpoint.resume=never would overwrite it; "
+            "set checkpoint.resume=auto to go on with it, or another run.dir."
+        )
+
+
+def _given(config: Config) -> Path:
+    refuse_old_run(config)
+    folder = Path(str(config.run.dir)).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir={config.run.dir}: is a file; set run.dir to a folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _fresh(now: datetime) -> Path:
+    parent = Path("runs")
+    parent.mkdir(mode=0o700, exist_ok=True)
+    name = f"{now:%Y-%m-%d_%H-%M-%S}"
+    count = 1
+    while True:
+        folder = parent / (name if count == 1 else f"{name}_{count}")
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileExistsError:
+            count += 1
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    aside.replace(path)

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ParallelMesh": "dist_train.mesh.mesh",
     "MeshShape": "dist_train.mesh.shape",
-    "shard": "dist_train.shard",
-    "ZeroEngine": "dist_train.shard.engine",
+    "shard": "dist_train.zero",
+    "ZeroEngine": "dist_train.zero.engine",
     "AdamW": "dist_train.optim",
     "Adam": "dist_train.optim",
     "SGD": "dist_train.optim",

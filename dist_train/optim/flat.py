@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_train.shard.engine import BoundOptimizer, FlatSegment
+from dist_train.zero.engine import BoundOptimizer, FlatSegment
 
 
 @dataclass(frozen=True)

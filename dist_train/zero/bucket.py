@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.mesh.mesh import Group
-from dist_train.shard.layout import BucketLayout
-from dist_train.shard.policy import Precision
+from dist_train.zero.layout import BucketLayout
+from dist_train.zero.policy import Precision
 
 
 class Phase(enum.Enum):

@@ -12,6 +12,7 @@ that got no gradient counts as zero, so a rank that skips a branch neither hangs
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.params.geometry import Piece
-from dist_train.shard.bucket import ParamBucket
-from dist_train.shard.layout import ParamSpec, plan_buckets
-from dist_train.shard.norm import clip_factor, sum_of_squares
-from dist_train.shard.policy import Precision, ShardPolicy
+from dist_train.zero.bucket import ParamBucket
+from dist_train.zero.layout import ParamSpec, plan_buckets
+from dist_train.zero.norm import clip_factor, sum_of_squares
+from dist_train.zero.policy import Precision, ShardPolicy
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,11 @@ class StepReport:
     """What a step did; equal on every rank. Tensors are scalars on the engine's device: reading one waits for the step."""
 
     grad_norm: Tensor  # global norm before clipping
+    finite: Tensor  # bool: every gradient element on every rank is finite
     skipped: Tensor  # 1.0 when gradients were not finite, or the step had no weight: nothing was updated
     weight: Tensor  # Σ over data ranks of the weights given to `step`
     sums: Tensor  # Σ over data ranks of the sums given to `step`
+    exposed_seconds: float  # how long the host waited for collectives that backward did not hide
 
 
 class ZeroEngine:
@@ -175,8 +178,10 @@ class ZeroEngine:
         self._pending = False
         if not self._last:
             self._reduce_rest()
+        started = time.perf_counter()
         for bucket in self.buckets:
             bucket.finish()
+        exposed = time.perf_counter() - started
         mine = self.mesh.data.index
         squares = sum_of_squares((b.grad_full[b.layout.shard(mine)] for b in self.buckets), self._device)
         local = [squares, *(torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in (weight, *sums))]
@@ -184,13 +189,15 @@ class ZeroEngine:
         self.comm.all_reduce(totals, self.mesh.data).wait()
 
         scale = totals[1] * self.loss_scale
-        norm = totals[0].sqrt() / scale.clamp(min=torch.finfo(torch.float64).tiny)
-        skipped = 1.0 - (totals[0].isfinite() & (totals[1] > 0)).to(torch.float32)
+        # In fp32 the norm is the same bits for every bucket size and number of ranks: their fp64 sums differ in the last place.
+        norm = (totals[0].sqrt() / scale.clamp(min=torch.finfo(torch.float64).tiny)).to(torch.float32)
+        finite = totals[0].isfinite()
+        skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32)
         grad_scale = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, self.clip_norm)).to(torch.float32)
         self._optimizer.step(self._lr if lr is None else lr, grad_scale, skipped)
         for bucket in self.buckets:
             bucket.publish()
-        return StepReport(norm, skipped, totals[1], totals[2:])
+        return StepReport(norm, finite, skipped, totals[1], totals[2:], exposed)
 
     def pieces(self) -> Iterator[Piece]:
         """Everything a checkpoint holds of this engine, by logical name: `model/<name>`, `optim/<name>/<moment>`, `optim/step`.

@@ -142,6 +142,7 @@ class CheckpointConfig:
     every: int = 100  # steps; 0: only at the end and on demand
     keep: int = 2  # newest checkpoints kept; 0: all
     resume: str = "auto"  # auto: the newest whole checkpoint of run.dir, if any | never | path of a checkpoint or run
+    same_data: bool = True  # refuse to go on with other data or another tokenizer than the checkpoint was made with
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ObserveConfig:
     wandb: bool = False
     progress: bool = True  # live line on rank 0
     sample_tokens: int = 120  # length of the sample generated at each evaluation; 0: none
-    sample_prompt: str = ""
+    sample_prompt: str = ""  # empty: the first tokens of the held-out text
     peak_tflops: float = 0.0  # peak of one device for MFU; 0: from the table of known GPUs, else MFU is null
 
 

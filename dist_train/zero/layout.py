@@ -105,3 +105,20 @@ def _lay_out(specs: Sequence[ParamSpec], shards: int) -> BucketLayout:
         segments.append(Segment(group, tuple(slots), slots[0].start, at))
     unit = shards * ALIGNMENT
     return BucketLayout(specs[0].dtype, tuple(segments), max(1, -(-at // unit)) * unit, shards)
+
+
+def state_bytes(
+    layouts: Sequence[BucketLayout], compute: int, grad: int, master: int, moments: int, separate_master: bool
+) -> dict[str, int]:
+    """Bytes of state that one rank will hold at stage 0, by kind, before any tensor exists.
+
+    `compute`, `grad` and `master` are bytes per element; `moments` counts an optimizer's tensors, kept in the master's dtype.
+    """
+    padded = sum(layout.numel for layout in layouts)
+    exact = sum(segment.stop - segment.start for layout in layouts for segment in layout.segments)
+    return {
+        "parameters": compute * padded,
+        "masters": master * padded if separate_master else 0,
+        "gradients": grad * padded,
+        "moments": master * moments * exact,
+    }

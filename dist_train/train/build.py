@@ -1,0 +1,153 @@
+"""From a config and a mesh to everything a run needs, in named lines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_train import checkpoint, data
+from dist_train.checkpoint import rng
+from dist_train.comm.collectives import Collectives
+from dist_train.comm.trace import TrafficCounter
+from dist_train.config.check import skipped_steps
+from dist_train.config.compose import ConfigError
+from dist_train.config.schema import Config
+from dist_train.mesh.mesh import ParallelMesh
+from dist_train.model.build import build_model
+from dist_train.observe.observer import Observer
+from dist_train.optim import SGD, Adam, AdamW
+from dist_train.optim.scaler import LossScale
+from dist_train.remat.policy import apply_remat
+from dist_train.train.requests import Requests
+from dist_train.train.state import TrainState
+from dist_train.zero import DTYPES, Precision, ShardPolicy, ZeroEngine
+from dist_train.zero.engine import Optimizer
+
+
+@dataclass
+class Run:
+    """One rank's side of a run. What changes during it is in `state`, in the engine's tensors and in the random streams."""
+
+    config: Config
+    run_dir: Path
+    mesh: ParallelMesh
+    comm: Collectives
+    traffic: TrafficCounter
+    corpus: data.Corpus
+    batches: data.TrainBatches
+    evaluation: data.EvalBatches
+    model: nn.Module
+    engine: ZeroEngine
+    state: TrainState
+    requests: Requests
+    observer: Observer
+    skipped_steps: frozenset[int]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """What must be equal for random streams to go on where they were."""
+        pp, dp, cp, tp = self.mesh.shape.degrees
+        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": self.config.shard.stage}
+
+
+def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
+    """Build the run and bring it to where `checkpoint.resume` says. Raises ConfigError."""
+    _set_determinism(config)
+    requests = Requests(run_dir / "save_now" if mesh.is_main else None)
+    traffic = TrafficCounter()
+    comm = Collectives(traffic)
+
+    corpus = data.prepare(config.data)
+    if mesh.is_main:
+        corpus.tokenizer.save(run_dir / "tokenizer.json")
+        (run_dir / "tokenizer.json").chmod(0o600)  # a vocabulary can tell what the text was about
+    batches = data.TrainBatches(corpus, config.train, config.data.shuffle, mesh.data.size, mesh.data.index)
+    eval_batch = config.train.eval_batch or config.train.micro_batch
+    evaluation = data.EvalBatches(corpus, config.train.seq_len, eval_batch, mesh.data.size, mesh.data.index)
+
+    model = build_model(config).to(mesh.device)
+    apply_remat(model, config.remat)
+    engine = ZeroEngine(
+        model,
+        make_optimizer(config),
+        mesh,
+        comm,
+        policy=ShardPolicy.from_stage(config.shard.stage),
+        precision=make_precision(config),
+        clip_norm=config.train.clip_norm,
+        bucket_bytes=config.shard.bucket_mb * 1e6,
+        overlap=config.shard.overlap,
+    )
+    rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
+
+    state = TrainState(loss_scale=LossScale.from_config(config.precision))
+    found = checkpoint.find(run_dir / "checkpoints", config.checkpoint.resume)
+    found = None if found is None else Path(comm.broadcast_object(str(found), mesh.world))
+    if found is not None:
+        state = restore(found, engine, config, mesh, corpus.fingerprint)
+    observer = Observer(config, run_dir, mesh.is_main, state.step)
+    if found is not None:
+        observer.warning(f"going on from {found} at step {state.step}")
+    skipped = skipped_steps(config.train.skip_steps)
+    return Run(
+        config, run_dir, mesh, comm, traffic, corpus, batches, evaluation, model, engine, state, requests, observer, skipped
+    )  # fmt: skip
+
+
+def make_optimizer(config: Config) -> Optimizer:
+    """The recipe that `optim=` names."""
+    o = config.optim
+    recipes: dict[str, Optimizer] = {
+        "sgd": SGD(o.lr, 0.0, o.weight_decay),
+        "momentum": SGD(o.lr, o.momentum, o.weight_decay),
+        "adam": Adam(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
+        "adamw": AdamW(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
+    }
+    return recipes[o.name]
+
+
+def make_precision(config: Config) -> Precision:
+    p = config.precision
+    return Precision(DTYPES[p.compute], DTYPES[p.grad], DTYPES[config.shard.reduce_dtype], DTYPES[p.master])
+
+
+def save_checkpoint(run: Run) -> Path:
+    """Write everything that a resume needs; collective over the world. Raises CheckpointError on every rank alike."""
+    pieces = [checkpoint.Piece(p.name, p.tensor, p.shape, p.offset) for p in run.engine.pieces()]
+    pieces += rng.pieces(run.mesh.rank, rng.capture(run.mesh.device))
+    state: dict[str, Any] = {"train": run.state.to_json(), "layout": run.layout, "data": run.corpus.fingerprint}
+    keep, best = run.config.checkpoint.keep, run.state.best_step
+    return checkpoint.save(run.checkpoints, run.state.step, pieces, state, run.comm, run.mesh.world, keep, (best,))
+
+
+def restore(path: Path, engine: ZeroEngine, config: Config, mesh: ParallelMesh, fingerprint: str) -> TrainState:
+    """Fill the engine and the random streams from a checkpoint and return its train state."""
+    saved = checkpoint.read_state(path)
+    if config.checkpoint.same_data and saved["data"] != fingerprint:
+        raise ConfigError(
+            f"checkpoint.resume={config.checkpoint.resume}: {path} was made with other data or another tokenizer; "
+            "give the data.* values of that run, or set checkpoint.same_data=false to go on with these."
+        )
+    checkpoint.load(path, [checkpoint.Piece(p.name, p.tensor, p.shape, p.offset) for p in engine.pieces()])
+    engine.restored()
+    state = TrainState.from_json(saved["train"])
+    pp, dp, cp, tp = mesh.shape.degrees
+    same = saved["layout"] == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": config.shard.stage}
+    rng.resume(path, mesh.rank, same, config.train.seed, state.step, mesh.device)
+    return state
+
+
+def _set_determinism(config: Config) -> None:
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor

@@ -1,0 +1,170 @@
+"""The life of a run: steps, and between them evaluation, samples, checkpoints and the wish to stop."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from typing import Any
+
+from dist_train.model.flops import flops_per_token, parameter_count
+from dist_train.observe.flops import peak_flops
+from dist_train.observe.memory import peak_bytes
+from dist_train.train.build import Run, make_precision, save_checkpoint
+from dist_train.train.evaluate import evaluate, sample_text
+from dist_train.train.start_checks import prove_isolation, show_batch
+from dist_train.train.step import StepFacts, train_step
+from dist_train.zero.layout import state_bytes
+
+DONE, PREEMPTED = 0, 75
+
+
+class Loop:
+    """Drives one run to its end. `run()` returns the exit code: 0 when done, 75 when stopped after saving."""
+
+    def __init__(self, run: Run) -> None:
+        self.r = run
+        self.seconds: Counter[str] = Counter()  # by phase
+        self.saved_step = run.state.step if run.state.step else -1
+        self.first_step = run.state.step
+        self.stopping = False
+        self._flops_per_token = flops_per_token(run.config.model, run.config.train.seq_len)
+        peak = peak_flops(run.mesh.device, run.config.observe.peak_tflops)
+        self._peak_flops = None if peak is None else peak * run.mesh.world.size
+
+    def run(self) -> int:
+        r, config = self.r, self.r.config
+        with self._collected_between_steps():
+            self._start()
+            while r.state.step < config.train.steps and not self.stopping:
+                self._step()
+                if self._due(config.train.eval_every) and not self.stopping:
+                    self._evaluate()
+                if self._due(config.checkpoint.every):
+                    self._save()
+            if r.state.evaluated_step != r.state.step and not self.stopping:
+                self._evaluate()
+            if self.saved_step != r.state.step:
+                self._save()
+        stopped = self.stopping and r.state.step < config.train.steps
+        r.observer.close(self._summary("preempted" if stopped else "done"))
+        return PREEMPTED if stopped else DONE
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.r.state.step % every == 0
+
+    def _start(self) -> None:
+        r, started = self.r, time.perf_counter()
+        first = r.batches.at(r.state.samples)[0]
+        r.observer.first_batch(show_batch(first, r.corpus.tokenizer))
+        prove_isolation(r.model, first.tokens_BT[0].to(r.mesh.device), r.config.model.vocab)
+        r.traffic.reset()
+        self.seconds["start"] += time.perf_counter() - started
+
+    def _step(self) -> None:
+        r, started = self.r, time.perf_counter()
+        facts = train_step(r)
+        if r.config.train.gc_every and r.state.step % r.config.train.gc_every == 0:
+            gc.collect()
+        elapsed = time.perf_counter() - started
+        self.seconds["train"] += elapsed
+        self.seconds["exposed_communication"] += facts.exposed_seconds
+        r.observer.step(self._record(facts, elapsed))
+        self.stopping = self.stopping or facts.stop
+        if facts.save:
+            self._save()
+            r.requests.saved()
+
+    def _record(self, facts: StepFacts, elapsed: float) -> dict[str, Any]:
+        train = self.r.config.train
+        tokens = train.global_batch * train.seq_len
+        flops = self._flops_per_token * tokens / elapsed
+        return {
+            "step": self.r.state.step,
+            "loss": facts.loss,
+            "grad_norm": facts.grad_norm,
+            "lr": facts.lr,
+            "loss_scale": facts.loss_scale,
+            "skipped": facts.skipped,
+            "tokens": tokens,
+            "live_tokens": facts.live_tokens,
+            "step_seconds": elapsed,
+            "tokens_per_second": tokens / elapsed,
+            "model_flops_per_second": flops,
+            "mfu": None if self._peak_flops is None else flops / self._peak_flops,
+            "memory_peak_bytes": peak_bytes(self.r.mesh.device),
+            "input_min": facts.input_min,
+            "input_max": facts.input_max,
+        }
+
+    def _evaluate(self) -> None:
+        r, started = self.r, time.perf_counter()
+        found = evaluate(r)
+        if found is None:
+            self.stopping = True
+        elif found.tokens:
+            state = r.state
+            state.eval_loss, state.evaluated_step = found.loss, state.step
+            if state.best_loss is None or found.loss < state.best_loss:
+                state.best_loss, state.best_step = found.loss, state.step
+            r.observer.evaluation(state.step, found.loss, found.bits_per_byte)
+            if r.config.observe.sample_tokens:
+                r.observer.sample(state.step, sample_text(r))
+        self.seconds["evaluate"] += time.perf_counter() - started
+
+    def _save(self) -> None:
+        r, started = self.r, time.perf_counter()
+        if self.saved_step != r.state.step:
+            save_checkpoint(r)
+            self.saved_step = r.state.step
+        self.seconds["checkpoint"] += time.perf_counter() - started
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        r = self.r
+        precision, buckets = make_precision(r.config), r.engine.buckets
+        predicted = state_bytes(
+            [bucket.layout for bucket in buckets],
+            compute=buckets[0].full.element_size(),
+            grad=precision.grad.itemsize,
+            master=precision.master.itemsize,
+            moments={"sgd": 0, "momentum": 1}.get(r.config.optim.name, 2),
+            separate_master=precision.compute != precision.master,
+        )
+        return {
+            "status": status,
+            "final_loss": r.state.loss,
+            "eval_loss": r.state.eval_loss,
+            "best": {"step": r.state.best_step, "eval_loss": r.state.best_loss},
+            "steps": r.state.step,
+            "skipped": r.state.skipped,
+            "layout": {**r.layout, "ranks": r.mesh.world.size, "device": str(r.mesh.device)},
+            "parameters": parameter_count(r.config.model),
+            "tokens": r.state.tokens,
+            "live_tokens": r.state.live_tokens,
+            "comm": r.traffic.per_step(r.state.step - self.first_step),
+            "memory": {"predicted": predicted, "measured": r.engine.held_bytes(), "peak_bytes": peak_bytes(r.mesh.device)},
+            "seconds": dict(self.seconds),
+            "run_dir": str(r.run_dir),
+        }
+
+    def _collected_between_steps(self) -> _GcOff:
+        return _GcOff(self.r.config.train.gc_every > 0)
+
+
+class _GcOff:
+    """Python's cyclic collector out of the step: what stands at the start is never scanned again, and no rank stalls the
+    others by collecting when it likes. The loop collects on all ranks together."""
+
+    def __init__(self, active: bool) -> None:
+        self._active = active
+
+    def __enter__(self) -> None:
+        if self._active:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            gc.enable()
+            gc.unfreeze()

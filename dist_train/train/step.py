@@ -1,0 +1,79 @@
+"""One training step: the page a reader prints.
+
+The loss of a step is Σ token losses ÷ live tokens of the whole global batch. Each micro-batch therefore back-propagates a
+*sum* over its tokens, and the engine divides once, by the live tokens that all data ranks saw in all micro-batches. How the
+batch was split cannot show. (`scale` only keeps the sums near 1, where fp16 is at home; it cancels.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dist_train.ops.cross_entropy import cross_entropy_sum
+from dist_train.optim.lr import learning_rate
+from dist_train.train.build import Run
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What happened in a step, equal on every rank."""
+
+    loss: float  # nan when no token was live
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: bool
+    live_tokens: int
+    stop: bool  # some rank was asked to stop
+    save: bool  # some rank was asked for a checkpoint
+    exposed_seconds: float  # time this rank's host waited for communication
+    input_min: int  # smallest and largest token id of this rank's micro-batches
+    input_max: int
+
+
+def train_step(run: Run) -> StepFacts:
+    config, state, engine = run.config, run.state, run.engine
+    lr = learning_rate(state.step, config.lr, config.optim.lr, config.train.steps)
+    engine.loss_scale = state.loss_scale.scale
+    scale = 1.0 / (config.train.global_batch * config.train.seq_len)
+
+    micro_batches = run.batches.at(state.samples)
+    live, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    for index, host in enumerate(micro_batches):
+        micro = host.to(run.mesh.device)
+        logits_BTV = run.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
+        objective, entropy = cross_entropy_sum(logits_BTV, micro.labels_BT, config.train.z_loss)
+        engine.backward(objective * scale, last=index == len(micro_batches) - 1)
+        live += micro.live_tokens
+        loss_sum += entropy
+
+    asked = run.requests.poll()
+    weight = 0.0 if state.step + 1 in run.skipped_steps else live * scale
+    report = engine.step(lr, weight=weight, sums=(loss_sum, live, asked.stop, asked.save))
+
+    total_loss, total_live, stop, save = report.sums.tolist()  # the one read of the device in a step
+    skipped = bool(report.skipped)
+    facts = StepFacts(
+        loss=total_loss / total_live if total_live else float("nan"),
+        grad_norm=float(report.grad_norm),
+        lr=lr,
+        loss_scale=state.loss_scale.scale,
+        skipped=skipped,
+        live_tokens=int(total_live),
+        stop=stop > 0,
+        save=save > 0,
+        exposed_seconds=report.exposed_seconds,
+        input_min=min(int(micro.tokens_BT.min()) for micro in micro_batches),
+        input_max=max(int(micro.tokens_BT.max()) for micro in micro_batches),
+    )
+    if total_live:  # a step without tokens says nothing about overflow
+        state.loss_scale.update(finite=bool(report.finite))
+    state.step += 1
+    state.samples += config.train.global_batch
+    state.tokens += config.train.global_batch * config.train.seq_len
+    state.live_tokens += facts.live_tokens
+    state.skipped += skipped
+    state.loss = facts.loss
+    return facts

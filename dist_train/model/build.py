@@ -44,11 +44,11 @@ def _require_buildable(model: ModelConfig, attention: str) -> None:
         if getattr(model, key) < 1:
             raise ConfigError(f"model.{key}={getattr(model, key)}: must be at least 1.")
     if model.hidden % model.heads:
-        raise ConfigError(f"model.hidden={model.hidden}: must be a multiple of model.heads={model.heads}, the heads share it equally.")
+        raise ConfigError(f"model.hidden={model.hidden}: must be a multiple of model.heads={model.heads}, which share it.")
     if model.heads % model.kv_heads:
-        raise ConfigError(f"model.heads={model.heads}: must be a multiple of model.kv_heads={model.kv_heads}; each serves a whole group.")
+        raise ConfigError(f"model.heads={model.heads}: must be a multiple of model.kv_heads={model.kv_heads}.")
     if model.family == "llama" and model.hidden // model.heads % 2:
         width = model.hidden // model.heads
-        raise ConfigError(f"model.hidden / model.heads = {width}: rotary positions turn pairs; choose values with an even quotient.")
+        raise ConfigError(f"model.hidden / model.heads = {width}: rotary positions turn pairs; choose an even quotient.")
     if not 0.0 <= model.dropout < 1.0:
         raise ConfigError(f"model.dropout={model.dropout}: must be at least 0 and below 1.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 from dist_train.config.schema import ModelConfig
 from dist_train.ops.swiglu import swiglu
 
-ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}  # gelu: GPT-2's approximation
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),  # as in GPT-2
+    "relu": F.relu,
+}
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:

@@ -4,7 +4,6 @@ Shapes:
     B  rows of the micro-batch         D  hidden width           N  query heads
     T  tokens of a row                 F  feed-forward width     K  key/value heads (K divides N)
     S  keys a query may look at        V  vocabulary             H  head width, D = N·H
-                                                                 R  rotated pairs of a head, H = 2·R
 
 Two families share every line here and differ in three parts:
     llama   RMSNorm, rotary positions (inside attention), gated feed-forward       (arXiv:2302.13971)
@@ -31,7 +30,7 @@ from dist_train.ops.rotary import rotary_table
 class Context(NamedTuple):
     """What all blocks of one forward pass share, made once: where tokens stand, and who may see whom."""
 
-    rotation: tuple[Tensor, Tensor] | None  # (cos_BT1R, sin_BT1R) in fp32; None: positions are in the embedding
+    rotation: tuple[Tensor, Tensor] | None  # (cos_BT1H, sin_BT1H) in fp32; None: positions are in the embedding
     mask_B1TS: Tensor | None  # bool; None: plain causal
 
 

@@ -13,15 +13,19 @@ from torch import Tensor
 
 
 def rotary_table(positions_BT: Tensor, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos_BT1R, sin_BT1R) in fp32 of the angles `position · theta^(-2r/H)`."""
+    """(cos_BT1H, sin_BT1H) in fp32 of the angles `position · theta^(-2r/H)`, the sine negative in the first half."""
     exponents_R = torch.arange(0, head_width, 2, dtype=torch.float64, device=positions_BT.device) / head_width
     frequencies_R = (theta**-exponents_R).float()  # rounded once: fp32 powers would lose digits at long positions
     angles_BT1R = positions_BT.float()[..., None, None] * frequencies_R
-    return angles_BT1R.cos(), angles_BT1R.sin()
+    cos_BT1R, sin_BT1R = angles_BT1R.cos(), angles_BT1R.sin()
+    return torch.cat((cos_BT1R, cos_BT1R), dim=-1), torch.cat((-sin_BT1R, sin_BT1R), dim=-1)
 
 
-def rotary(x_BTNH: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
-    """x with each pair (r, r + H/2) turned by its angle; computed in fp32, returned in x's dtype."""
-    a_BTNR, b_BTNR = x_BTNH.chunk(2, dim=-1)
-    turned_BTNH = torch.cat((a_BTNR * cos_BT1R - b_BTNR * sin_BT1R, b_BTNR * cos_BT1R + a_BTNR * sin_BT1R), dim=-1)
-    return turned_BTNH.to(x_BTNH.dtype)
+def rotary(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
+    """x with each pair (r, r + H/2) turned by its angle; computed in fp32, returned in x's dtype.
+
+    (a, b) becomes (a·cos - b·sin, b·cos + a·sin): rolling by half the width brings each partner into place, and the
+    table holds the signs.
+    """
+    swapped_BTNH = x_BTNH.roll(x_BTNH.size(-1) // 2, dims=-1)
+    return (x_BTNH * cos_BT1H + swapped_BTNH * sin_BT1H).to(x_BTNH.dtype)

@@ -42,16 +42,16 @@ def apply_remat(model: nn.Module, policy: str) -> None:
     """
     if policy not in POLICIES:
         raise ConfigError(f"remat={policy}: no such policy. Choose one of: {', '.join(POLICIES)}.")
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         block.__dict__.pop("forward", None)
         if policy != "none":
-            block.forward = partial(_recomputed, block.forward, policy == "selective")
+            block.forward = partial(_recomputed, block.forward, policy == "selective")  # type: ignore[method-assign]
 
 
 def _recomputed(forward: Any, selective: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    options = {"context_fn": _contexts} if selective else {}
+    options: dict[str, Any] = {"context_fn": _contexts} if selective else {}
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 

@@ -51,20 +51,23 @@ _CHOICES = {
 
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
-    **{key: 1 for key in ("train.steps", "train.global_batch", "train.micro_batch", "launch.nodes")},
-    **{key: 1 for key in ("data.synthetic_documents", "precision.loss_scale_growth_steps", "precision.loss_scale_hysteresis")},
-    **{key: 2 for key in ("model.vocab", "train.seq_len", "data.synthetic_min_tokens")},
+    **dict.fromkeys(("train.steps", "train.global_batch", "train.micro_batch", "launch.nodes"), 1),
+    **dict.fromkeys(("data.synthetic_documents", "precision.loss_scale_growth_steps", "precision.loss_scale_hysteresis"), 1),
+    **dict.fromkeys(("model.vocab", "train.seq_len", "data.synthetic_min_tokens"), 2),
     **{f"train.{key}": 0 for key in ("clip_norm", "z_loss", "eval_every", "eval_batch", "gc_every", "seed")},
     **{f"launch.{key}": 0 for key in ("ranks_per_node", "max_restarts", "port", "grace_seconds")},
     **{f"optim.{key}": 0 for key in ("lr", "weight_decay")},
     **{f"lr.{key}": 0 for key in ("warmup_steps", "decay_steps")},
     **{f"checkpoint.{key}": 0 for key in ("every", "keep")},
-    **{key: 0 for key in ("data.workers", "data.max_documents", "precision.loss_scale", "model.dropout", "model.init_std")},
-    **{key: 0 for key in ("observe.sample_tokens", "observe.peak_tflops", "data.eval_fraction", "lr.min_ratio")},
+    **dict.fromkeys(("data.workers", "data.max_documents", "precision.loss_scale", "model.dropout", "model.init_std"), 0),
+    **dict.fromkeys(("observe.sample_tokens", "observe.peak_tflops", "data.eval_fraction", "lr.min_ratio"), 0),
     **{f"optim.{key}": 0 for key in ("beta1", "beta2", "momentum")},
 }
 _BELOW: dict[str, float] = {"model.dropout": 1, "data.eval_fraction": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
-_ABOVE_ZERO = ("shard.bucket_mb", "launch.timeout_seconds", "optim.eps", "model.norm_eps", "model.rope_theta", "precision.loss_scale_min")
+_ABOVE_ZERO = (
+    *("shard.bucket_mb", "launch.timeout_seconds", "optim.eps"),
+    *("model.norm_eps", "model.rope_theta", "precision.loss_scale_min"),
+)
 
 
 def get(config: Config, key: str) -> object:
@@ -150,7 +153,8 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem("model.hidden", model.hidden, f"a multiple of model.heads={model.heads}", f"set model.hidden={near}")
     elif model.family == "llama" and model.hidden // model.heads % 2:
         width = model.hidden // model.heads
-        yield Problem("model.hidden", model.hidden, f"rotary positions need an even head width, not {width}", "change model.heads")
+        rule = f"rotary positions need an even head width, not {width}"
+        yield Problem("model.hidden", model.hidden, rule, "change model.heads")
     if model.heads % model.kv_heads:
         near = math.gcd(model.heads, model.kv_heads)
         yield Problem("model.kv_heads", model.kv_heads, f"divides model.heads={model.heads}", f"set model.kv_heads={near}")

@@ -108,10 +108,12 @@ def translate(error: BaseException) -> ConfigError:
         return _unknown(found[1])
     if found := re.search(r"Error merging override (\S+?)=(.*)", text):
         reason = next((t.splitlines()[0] for t in texts[1:] if t), "a value of another type")
-        return ConfigError(f"{found[1]}={found[2]}: {reason.rstrip('.')}. Give a value of the type shown by: dist-train train --cfg job")
+        remedy = "Give a value of the type shown by: dist-train train --cfg job"
+        return ConfigError(f"{found[1]}={found[2]}: {reason.rstrip('.')}. {remedy}")
     if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         options = sorted(p.stem for p in (configs_dir() / found[1]).glob("*.yaml"))
-        return ConfigError(f"{found[1]}={found[2]}: no such option. {_nearest(found[2], options)}{found[1]} is one of: {', '.join(options)}.")
+        remedy = f"{_nearest(found[2], options)}{found[1]} is one of: {', '.join(options)}."
+        return ConfigError(f"{found[1]}={found[2]}: no such option. {remedy}")
     if found := re.search(r"Could not override '?([\w.]+)", text):
         return _unknown(found[1])
     return ConfigError(text.strip().splitlines()[0] if text.strip() else repr(error))

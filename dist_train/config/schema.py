@@ -9,8 +9,7 @@ turns a feature off where that makes sense. What values may be combined is decid
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
-
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: Optional[str] = None  # null: runs/<date>_<time>, made unique
+    dir: str | None = None  # null: runs/<date>_<time>, made unique
 
 
 @dataclass(frozen=True)

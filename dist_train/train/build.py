@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dist_train import checkpoint, data
 from dist_train.checkpoint import rng
@@ -19,6 +18,7 @@ from dist_train.config.compose import ConfigError
 from dist_train.config.schema import Config
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.model.build import build_model
+from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
 from dist_train.optim import SGD, Adam, AdamW
 from dist_train.optim.scaler import LossScale
@@ -41,7 +41,7 @@ class Run:
     corpus: data.Corpus
     batches: data.TrainBatches
     evaluation: data.EvalBatches
-    model: nn.Module
+    model: Transformer
     engine: ZeroEngine
     state: TrainState
     requests: Requests
@@ -150,4 +150,5 @@ def _set_determinism(config: Config) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor
+        # Filling every new tensor only serves to find reads of memory that nobody wrote, at the price of a pass over it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from dist_train.model.flops import flops_per_token, parameter_count
@@ -24,7 +24,7 @@ class Loop:
 
     def __init__(self, run: Run) -> None:
         self.r = run
-        self.seconds: Counter[str] = Counter()  # by phase
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase
         self.saved_step = run.state.step if run.state.step else -1
         self.first_step = run.state.step
         self.stopping = False

@@ -58,7 +58,8 @@ class BoundOptimizer(Protocol):
 class Optimizer(Protocol):
     """What `dt.AdamW(lr=…)` is: a recipe that becomes an optimizer once the engine knows its segments."""
 
-    lr: float
+    @property
+    def lr(self) -> float: ...
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer: ...
 

@@ -71,8 +71,9 @@ def run(job: Job, listener: socket.socket | None = None) -> int:
     from dist_train.launcher.logs import RankLogs, Tee
     from dist_train.launcher.reaper import Reaper
 
-    if "LOGLEVEL" not in os.environ:  # elastic repeats in a page what the message below says in a line
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if "LOGLEVEL" not in os.environ:  # elastic says in a page what the message at the end says in a line
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     kept = [name for name in STOP_SIGNALS if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN]  # nohup
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(kept)
 

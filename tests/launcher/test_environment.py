@@ -8,7 +8,7 @@ from dist_train.config.compose import ConfigError
 from dist_train.launcher.environment import Place, detect, first_host, threads_per_rank
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
-OMPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()}
+OMPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()}
 
 
 def test_torchrun_gives_everything() -> None:

@@ -154,7 +154,7 @@ def _tokenize(
 
     todo = [i for i in range(len(parts)) if i not in counts]
     size = sum(parts[i].size for i in todo)
-    workers = min(config.workers or len(os.sched_getaffinity(0)), len(todo))
+    workers = min(config.workers or _cores(), len(todo))
     with _bar("tokenizing", sum(part.size for part in parts), progress) as advance:
         advance(sum(parts[i].size for i in counts))
 
@@ -177,6 +177,10 @@ def _tokenize(
                 if done(at):
                     break
     return paths[: enough()]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _documents_in(path: Path) -> int | None:

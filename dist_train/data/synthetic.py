@@ -11,6 +11,7 @@ from dist_train.data.order import fold64
 from dist_train.data.rows import TokenSplit, document_offsets
 from dist_train.data.split import held_out
 
+_STATES = 64  # ids that the chain moves among; noise takes any id
 _NOISE = 0.1  # share of tokens drawn at random; the others follow from the token before
 
 
@@ -50,12 +51,13 @@ def synthetic_splits(config: DataConfig, stream: int) -> tuple[TokenSplit, Token
 def _chains(rng: np.random.Generator, lengths: npt.NDArray[np.int64], vocab: int) -> npt.NDArray[np.int64]:
     """All documents end to end; one vectorised pass per position."""
     ids = vocab - 1  # the last id is the end token
+    states = min(ids, _STATES)
     width = int(lengths.max())
     table = np.empty((len(lengths), width), dtype=np.int64)
-    table[:, 0] = (rng.random(len(lengths)) * ids).astype(np.int64)
+    table[:, 0] = (rng.random(len(lengths)) * states).astype(np.int64)
     for t in range(1, width):
         chance, noise = rng.random((2, len(lengths)))
-        follows = (table[:, t - 1] * 5 + 3) % ids
+        follows = (table[:, t - 1] * 5 + 3) % states
         table[:, t] = np.where(chance < _NOISE, (noise * ids).astype(np.int64), follows)
     table[np.arange(len(lengths)), lengths - 1] = ids
     return table[np.arange(width) < lengths[:, None]]

@@ -6,6 +6,7 @@ and the caller's main module is never imported again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -81,7 +82,7 @@ def tokenize_parts(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()},
         )
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -92,8 +93,9 @@ def tokenize_parts(
                 if at is None:
                     break
                 part, path = todo[at]
-                child.stdin.write(json.dumps({"part": dataclasses.asdict(part), "path": str(path)}) + "\n")
-                child.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
+                    child.stdin.write(json.dumps({"part": dataclasses.asdict(part), "path": str(path)}) + "\n")
+                    child.stdin.flush()
                 _raise_answer(child.stdout.readline(), child, part)
                 with turn:
                     if done(at):
@@ -103,7 +105,8 @@ def tokenize_parts(
             child.kill()
             raise
         finally:
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
             child.wait()
             child.stdout.close()
 
@@ -114,6 +117,12 @@ def tokenize_parts(
                 server.result()
         finally:
             stop.set()
+
+
+def _import_path() -> str:
+    """PYTHONPATH with which a child finds this very package."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _raise_answer(line: str, child: subprocess.Popen[str], part: Part) -> None:

@@ -63,9 +63,7 @@ def restore(streams: Mapping[str, Tensor], device: torch.device, generators: Map
         raise CheckpointError(f"random streams do not fit this program ({type(error).__name__}: {error}).") from error
 
 
-def reseed(
-    seed: int, step: int, rank: int, device: torch.device, generators: Mapping[str, torch.Generator] = _NONE
-) -> None:
+def reseed(seed: int, step: int, rank: int, device: torch.device, generators: Mapping[str, torch.Generator] = _NONE) -> None:
     """Seed every stream from (seed, step, rank, stream) alone: the rule for a changed layout, and for a fresh start (step 0)."""
 
     def draw(stream: int) -> int:

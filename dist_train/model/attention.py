@@ -33,12 +33,12 @@ class LayerCache:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
-        self.backend, self.dropout = backend, config.dropout
         self.head_width = config.hidden // config.heads
         self.q = nn.Linear(config.hidden, config.heads * self.head_width, config.bias)
         self.k = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
         self.v = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
         self.out = nn.Linear(config.heads * self.head_width, config.hidden, config.bias)
+        self.core = AttentionCore(backend, config.dropout)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (self.split_heads(project(x_BTD)) for project in (self.q, self.k, self.v))
@@ -48,9 +48,19 @@ class Attention(nn.Module):
         q_BNTH, k_BKSH, v_BKSH = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
         if cache is not None:
             k_BKSH, v_BKSH = cache.append(k_BKSH, v_BKSH)
-        dropout = self.dropout if self.training else 0.0
-        o_BNTH = attention(q_BNTH, k_BKSH, v_BKSH, context.mask_B1TS, dropout, self.backend)
+        o_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, context.mask_B1TS)
         return self.out(o_BNTH.transpose(1, 2).flatten(2))
 
     def split_heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (-1, self.head_width))
+
+
+class AttentionCore(nn.Module):
+    """Attention proper, without weights: a module so that it can be watched, or replaced where keys live on other ranks."""
+
+    def __init__(self, backend: str, dropout: float) -> None:
+        super().__init__()
+        self.backend, self.dropout = backend, dropout
+
+    def forward(self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+        return attention(q_BNTH, k_BKSH, v_BKSH, mask_B1TS, self.dropout if self.training else 0.0, self.backend)

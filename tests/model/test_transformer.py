@@ -179,7 +179,7 @@ def test_each_place_of_dropout_is_used():
     model, tokens = build_model(toy("gpt", dropout=0.5)), token_rows()
     exact = model.eval()(tokens)
     places = {name: module for name, module in model.named_modules() if hasattr(module, "dropout")}
-    assert set(places) == {"", "blocks.0", "blocks.0.attention", "blocks.1", "blocks.1.attention"}
+    assert set(places) == {"", "blocks.0", "blocks.0.attention.core", "blocks.1", "blocks.1.attention.core"}
     for module in places.values():
         place = module.dropout if isinstance(module.dropout, torch.nn.Module) else module
         place.training = True

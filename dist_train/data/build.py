@@ -193,10 +193,11 @@ def _documents_in(path: Path) -> int | None:
 
 
 def _merge(paths: list[Path], config: DataConfig, folder: Path, tokenizer: Tokenizer, key: str, facts: dict[str, Any]) -> None:
-    lengths, bits = [], []
+    lengths, sizes, bits = [], [], []
     for path in paths:
         with np.load(path, allow_pickle=False) as part:
             lengths.append(part["lengths"])
+            sizes.append(part["sizes"])
             bits.append(part["bits"])
     limit = config.max_documents or None
     all_lengths = np.concatenate(lengths)[:limit]
@@ -204,17 +205,17 @@ def _merge(paths: list[Path], config: DataConfig, folder: Path, tokenizer: Token
     if text_tokens < 2:
         name = config.path or config.source
         raise ConfigError(f"{name}: {text_tokens} tokens of text in all; training needs at least 2. Give more text.")
-    held = held_out(np.concatenate(bits)[:limit], all_lengths, config.eval_fraction)
+    held = held_out(np.concatenate(bits)[:limit], np.concatenate(sizes)[:limit], config.eval_fraction)
     writer, first = TokenWriter(folder, tokenizer), 0
     for path in paths:
         with np.load(path, allow_pickle=False) as part:
             mask = held[first : first + len(part["lengths"])]
             first += len(part["lengths"])
-            lengths_here, sizes = part["lengths"][: len(mask)], part["sizes"][: len(mask)]
+            lengths_here, sizes_here = part["lengths"][: len(mask)], part["sizes"][: len(mask)]
             tokens = part["tokens"][: lengths_here.sum(dtype=np.int64)]
         owner = np.repeat(mask, lengths_here)
         for split, side in (("train", False), ("evaluation", True)):
-            writer.add(split, tokens[owner == side], lengths_here[mask == side], int(sizes[mask == side].sum()))
+            writer.add(split, tokens[owner == side], lengths_here[mask == side], int(sizes_here[mask == side].sum()))
     writer.close(key, facts)
 
 

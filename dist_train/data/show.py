@@ -15,9 +15,8 @@ def render_rows(batch: Any, tokenizer: Tokenizer, rows: int = 2, width: int = 40
     Every document is one paragraph: the loss counts the tokens after the first, each predicted from those before it. The
     mask line has one mark per token: `+` its next token is counted, `.` it is not.
     """
-    fields = (batch.tokens_BT, batch.labels_BT, batch.documents_BT)
-    shown = [[values[b].tolist() for values in fields] for b in range(min(rows, len(batch.tokens_BT)))]
-    return "\n".join(_row(b, *row, tokenizer, width) for b, row in enumerate(shown))
+    tokens, labels, documents = (x[:rows].tolist() for x in (batch.tokens_BT, batch.labels_BT, batch.documents_BT))
+    return "\n".join(_row(b, tokens[b], labels[b], documents[b], tokenizer, width) for b in range(len(tokens)))
 
 
 def _row(b: int, tokens: Sequence[int], labels: Sequence[int], documents: Sequence[int], tokenizer: Tokenizer, width: int) -> str:

@@ -23,7 +23,7 @@ from dist_train.data.tokenizer import (
     train_bpe,
 )
 
-TEXTS = ["the cat sat on the mat; the rat sat on the cat.\n" * 4, "déjà vu, naïve façade: 猫が座った。\n" * 3, "def f(x):\n    return x\n" * 5]
+TEXTS = ["the cat sat on the mat; the rat sat on the cat.\n" * 4, "déjà vu: 猫が座った。\n" * 3, "def f(x):\n    return x\n" * 5]
 BPE = train_bpe(TEXTS, 300)
 
 
@@ -117,7 +117,10 @@ def test_a_tokenizer_json_without_end_token_has_none(tmp_path: Path) -> None:
     assert tokenizer.eos is None and [d.tolist() for d in tokenizer.encode_documents(["b"])] == [[1]]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"format": "dist_train.tokenizer", "kind": "x"}', "[" * 99999])
+DAMAGED = ["", "{", "[]", '{"version": "1.0"}', '{"format": "dist_train.tokenizer", "kind": "x"}', "[" * 99999]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: content[:40])
 def test_damaged_tokenizers_are_refused_by_name(content: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(ConfigError, match="bad.json"):

@@ -149,6 +149,6 @@ def restore(path: Path, engine: ZeroEngine, config: Config, mesh: ParallelMesh, 
 def _set_determinism(config: Config) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # as use_deterministic_algorithms, which would load all of torch._inductor
         # Filling every new tensor only serves to find reads of memory that nobody wrote, at the price of a pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

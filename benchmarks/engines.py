@@ -1,0 +1,188 @@
+"""Engines side by side: the same model, data, optimizer and threads, interleaved round by round in one run.
+
+    python benchmarks/engines.py [--ranks 2] [--rounds 15] [--steps 4] [--models light,heavy] [--clip 1.0]
+
+Machines are shared and noisy, so only ratios within a round mean anything: in each round every engine takes the same steps,
+in an order that rotates, and its wall and CPU seconds are divided by those of DDP in that round. The table gives the median
+ratio with its quartiles. `plain` is the model alone, without communication: what an engine adds is measured from there.
+Losses of all engines are compared at every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LIGHT = ("model.layers=48", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128", "model.vocab=256", "train.seq_len=16")
+HEAVY = ("model.layers=6", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.ffn=1376", "model.vocab=512", "train.seq_len=128")
+MODELS = {"light": (LIGHT, 2), "heavy": (HEAVY, 4)}  # overrides, rows per rank
+ENGINES = ("plain", "ddp", "native")
+LR = 1e-5  # small: AdamW amplifies the last bit of a small gradient, and losses are to be compared over many steps
+LIMIT = 1e-5  # relative difference of losses
+
+
+@dataclass
+class Engine:
+    step: Callable[[], float]  # one training step; its mean loss over ranks
+    held: Callable[[], int]  # bytes of parameters, masters, gradients and moments
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one engine in one round")
+    parser.add_argument("--models", default="light,heavy")
+    parser.add_argument("--clip", type=float, default=1.0, help="global norm to clip at, in every engine; 0: none")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        return measure(arguments)
+    from dist_train.launcher.elastic import Job, run
+
+    env = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    return run(Job(argv=[sys.executable, *sys.argv], ranks=arguments.ranks, tee=False, env=env))
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    from dist_train.mesh.mesh import ParallelMesh
+
+    mesh = ParallelMesh.from_environment(device="cpu", timeout_seconds=120)
+    results = {name: compare(name, mesh, arguments) for name in arguments.models.split(",")}
+    if mesh.is_main and arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    mesh.close()
+    return 0
+
+
+def compare(name, mesh, arguments):  # type: ignore[no-untyped-def]
+    from dist_train.config.compose import compose
+
+    overrides, rows = MODELS[name]
+    config = compose([*overrides, "data=synthetic"])
+    engines = {engine: make(engine, config, rows, mesh, arguments.clip) for engine in ENGINES}
+    wall: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    cpu: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    worst = 0.0
+    for round_ in range(arguments.rounds + 1):  # the first warms up
+        losses: dict[str, list[float]] = {}
+        shift = round_ % len(ENGINES)
+        for engine in ENGINES[shift:] + ENGINES[:shift]:
+            barrier(mesh)
+            started, busy = time.perf_counter(), time.process_time()
+            losses[engine] = [engines[engine].step() for _ in range(arguments.steps)]
+            barrier(mesh)
+            if round_:
+                wall[engine].append((time.perf_counter() - started) / arguments.steps)
+                cpu[engine].append((time.process_time() - busy) / arguments.steps)
+        worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses["native"], losses["ddp"], strict=True)))
+    if worst > LIMIT:
+        raise SystemExit(f"{name}: losses of native and ddp differ by {worst:.2g}")
+    if mesh.is_main:
+        show(name, config, arguments, wall, cpu, {engine: engines[engine].held() for engine in ENGINES}, worst)
+    return {"wall_seconds": wall, "cpu_seconds": cpu, "loss_difference": worst}
+
+
+def show(name, config, arguments, wall, cpu, held, worst):  # type: ignore[no-untyped-def]
+    from rich.console import Console
+    from rich.table import Table
+
+    from dist_train.model.flops import parameter_count
+
+    layers = config.model.layers
+    title = f"{name}: {parameter_count(config.model) / 1e6:.1f} M parameters, {layers} layers, {arguments.ranks} ranks, clip {arguments.clip}"
+    table = Table(title=title, caption=f"{arguments.rounds} rounds × {arguments.steps} steps; losses equal to {worst:.1g}")
+    for column in ("engine", "ms/step", "wall ÷ ddp", "CPU ÷ ddp", "CPU µs/layer over plain", "MB held"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for engine in ENGINES:
+        over = [(a - b) / layers * 1e6 for a, b in zip(cpu[engine], cpu["plain"], strict=True)]
+        table.add_row(
+            engine,
+            f"{statistics.median(wall[engine]) * 1e3:.1f}",
+            ratio(wall[engine], wall["ddp"]),
+            ratio(cpu[engine], cpu["ddp"]),
+            f"{statistics.median(over):.0f}",
+            f"{held[engine] / 1e6:.1f}",
+        )
+    Console(width=110).print(table)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Median of the round-by-round ratios, with quartiles."""
+    found = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+    return f"{middle:.3f} [{low:.3f}–{high:.3f}]"
+
+
+def barrier(mesh) -> None:  # type: ignore[no-untyped-def]
+    from dist_train.comm.collectives import Collectives
+
+    Collectives().barrier(mesh.world)
+
+
+def make(name, config, rows, mesh, clip) -> Engine:  # type: ignore[no-untyped-def]
+    """Engine `name` on a fresh model and the same sequence of batches."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dist_train as dt
+    from dist_train.model.build import build_model
+    from dist_train.ops.cross_entropy import cross_entropy_sum
+
+    model = build_model(config, seed=0)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    tokens = rows * config.train.seq_len
+
+    def loss(module):  # type: ignore[no-untyped-def]
+        batch_BT = torch.randint(0, config.model.vocab, (rows, config.train.seq_len + 1), generator=generator)
+        return cross_entropy_sum(module(batch_BT[:, :-1]), batch_BT[:, 1:])[0] / tokens
+
+    if name == "native":
+        engine = dt.shard(model, dt.AdamW(lr=LR), mesh, clip_norm=clip)
+
+        def native() -> float:
+            value = loss(model)
+            engine.backward(value)
+            report = engine.step(sums=(value.detach(),))
+            return float(report.sums[0]) / mesh.dp.size
+
+        return Engine(native, lambda: sum(engine.held_bytes().values()))
+
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True) if name == "ddp" else model
+
+    def plain() -> float:
+        value = loss(module)
+        value.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = value.detach() / mesh.dp.size
+        if name == "ddp":
+            from dist_train.comm.collectives import Collectives
+
+            Collectives().all_reduce(mean, mesh.dp).wait()
+        return float(mean)
+
+    def held() -> int:
+        state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+        gradients = sum(param.numel() * param.element_size() for param in model.parameters())
+        return sum(t.numel() * t.element_size() for t in [*model.parameters(), *state]) + gradients
+
+    return Engine(plain, held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

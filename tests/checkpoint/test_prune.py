@@ -27,6 +27,15 @@ def test_F17_rotation_is_by_number(tmp_path):
     assert kept(tmp_path) == [1000, 10000]
 
 
+def test_F17_rotation_is_by_number_where_names_sort_otherwise(tmp_path):
+    save_steps(tmp_path, 99_999_999, 100_000_000, 100_000_001, keep=2)
+    assert kept(tmp_path) == [100_000_000, 100_000_001]
+    save_steps(tmp_path, 99_999_998)
+    assert find(tmp_path, "auto") == tmp_path / "step_100000001"
+    save_steps(tmp_path, 99_999_999, keep=3)
+    assert kept(tmp_path) == [99_999_999, 100_000_000, 100_000_001]
+
+
 def test_F17_the_best_is_never_pruned(tmp_path):
     save_steps(tmp_path, 900)
     save_steps(tmp_path, 1000, 10000, keep=1, protect=[900])
@@ -155,3 +164,29 @@ def test_trouble_with_old_checkpoints_does_not_fail_the_save(tmp_path, monkeypat
     monkeypatch.setattr(folders, "discard", stuck)
     save_steps(tmp_path, 3, keep=1)
     assert kept(tmp_path) == [1, 2, 3] and "not pruned" in caplog.text
+
+
+def test_F15_everything_is_flushed_before_it_becomes_visible(tmp_path, monkeypatch):
+    acts = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(descriptor):
+        acts.append(("flush", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def note_rename(old, new):
+        acts.append(("rename", os.path.basename(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    save_steps(tmp_path / "root", 5)
+    staged = acts[2][1]
+    assert staged.startswith("step_00000005.tmp-")
+    assert acts == [
+        ("flush", SHARD),
+        ("flush", "manifest.json"),
+        ("flush", staged),
+        ("rename", "step_00000005"),
+        ("flush", "root"),
+    ]

@@ -66,6 +66,7 @@ def test_assignment_fills_up_ranks_that_have_less_of_their_own():
     shared = [claim(f"s{i}", 10) for i in range(4)]
     chosen = assign([[claim("own", 30), *shared], shared, [claim("nothing", 0), *shared]])
     assert chosen[0] == [0] and sorted(chosen[1] + [i - 1 for i in chosen[2] if i]) == [0, 1, 2, 3] and len(chosen[1]) == 2
+    assert assign([[claim("own", 5), claim("s", 10)], [claim("s", 10)]]) == [[0], [0]]
     owned = [Claim("w", "float32", (4,), Piece("w", torch.zeros(n), (4,), (o,)).box) for n, o in ((4, 0), (0, 4))]
     assert assign([[owned[0]], [owned[1]]]) == [[0], []]  # an empty part of a tensor is nobody's work
 

@@ -92,7 +92,13 @@ def test_any_tool_reads_the_files(tmp_path):
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).view(plain["shape"]), tensors["model/cube"])
 
 
-def test_files_are_private_to_the_user(tmp_path):
+def test_files_are_private_to_the_user(tmp_path, monkeypatch):
+    def open_to_all(tensors, path, metadata):  # as safetensors before 0.8 wrote
+        save_file(tensors, path, metadata=metadata)
+        os.chmod(path, 0o644)
+
+    save_file = pieces.save_file
+    monkeypatch.setattr(pieces, "save_file", open_to_all)
     old = os.umask(0)
     try:
         path = save_alone(tmp_path / "checkpoints", 1, {"a": torch.ones(3)})

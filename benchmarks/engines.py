@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-LIGHT = ("model.layers=48", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128", "model.vocab=256", "train.seq_len=16")
-HEAVY = ("model.layers=6", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.ffn=1376", "model.vocab=512", "train.seq_len=128")
-MODELS = {"light": (LIGHT, 2), "heavy": (HEAVY, 4)}  # overrides, rows per rank
+SHAPES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+LIGHT = dict(zip(SHAPES, (48, 64, 2, 2, 128, 256), strict=True))  # little to compute: shows what an engine adds to each layer
+HEAVY = dict(zip(SHAPES, (6, 512, 8, 8, 1376, 512), strict=True))
+MODELS = {"light": (LIGHT, 16, 2), "heavy": (HEAVY, 128, 4)}  # model, tokens per row, rows per rank
 ENGINES = ("plain", "ddp", "native")
 LR = 1e-5  # small: AdamW amplifies the last bit of a small gradient, and losses are to be compared over many steps
 LIMIT = 1e-5  # relative difference of losses
@@ -65,8 +66,8 @@ def measure(arguments: argparse.Namespace) -> int:
 def compare(name, mesh, arguments):  # type: ignore[no-untyped-def]
     from dist_train.config.compose import compose
 
-    overrides, rows = MODELS[name]
-    config = compose([*overrides, "data=synthetic"])
+    shape, seq_len, rows = MODELS[name]
+    config = compose([f"train.seq_len={seq_len}", *(f"model.{key}={value}" for key, value in shape.items())])
     engines = {engine: make(engine, config, rows, mesh, arguments.clip) for engine in ENGINES}
     wall: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     cpu: dict[str, list[float]] = {engine: [] for engine in ENGINES}
@@ -97,7 +98,8 @@ def show(name, config, arguments, wall, cpu, held, worst):  # type: ignore[no-un
     from dist_train.model.flops import parameter_count
 
     layers = config.model.layers
-    title = f"{name}: {parameter_count(config.model) / 1e6:.1f} M parameters, {layers} layers, {arguments.ranks} ranks, clip {arguments.clip}"
+    size = f"{parameter_count(config.model) / 1e6:.1f} M parameters, {layers} layers"
+    title = f"{name}: {size}, {arguments.ranks} ranks, clip {arguments.clip}"
     table = Table(title=title, caption=f"{arguments.rounds} rounds × {arguments.steps} steps; losses equal to {worst:.1g}")
     for column in ("engine", "ms/step", "wall ÷ ddp", "CPU ÷ ddp", "CPU µs/layer over plain", "MB held"):
         table.add_column(column, justify="left" if column == "engine" else "right")

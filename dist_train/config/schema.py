@@ -59,7 +59,7 @@ class DataConfig:
 class TrainConfig:
     steps: int = 200
     global_batch: int = 16  # sequences per optimizer step, over all ranks
-    micro_batch: int = 8  # sequences per forward pass of one rank
+    micro_batch: int = 4  # sequences per forward pass of one rank
     seq_len: int = 128  # tokens per sequence
     seed: int = 0
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dist_train.config.check import check, require, skipped_steps, world_size
+from dist_train.config.compose import ConfigError, compose, configs_dir, dump, keys, load
+
+
+def problems(*overrides, ranks=None):
+    config = compose(["data=synthetic", *overrides])
+    return [str(problem) for problem in check(config, world_size(config, 0) if ranks is None else ranks)]
+
+
+def test_the_defaults_and_every_option_file_can_run():
+    assert problems() == []
+    for group in ("model", "precision", "optim", "lr"):
+        for path in sorted((configs_dir() / group).glob("*.yaml")):
+            assert problems(f"{group}={path.stem}") == [], path
+
+
+def test_U08_batch_arithmetic_names_the_multiple_that_is_needed():
+    (text,) = problems("train.global_batch=8", "train.micro_batch=2", "mesh.dp=8")
+    assert "train.global_batch=8" in text and "= 16" in text and "set train.global_batch=16" in text
+    (text,) = problems("train.global_batch=50", "train.micro_batch=3", "mesh.dp=4")
+    assert "= 12" in text and "set train.global_batch=60" in text
+    for key in ("train.global_batch", "train.micro_batch"):
+        for value in (0, -4):
+            assert any(f"{key}={value}: at least 1" in text for text in problems(f"{key}={value}"))
+    with pytest.raises(ConfigError, match=r"train.global_batch=2.5"):
+        compose(["train.global_batch=2.5"])
+
+
+def test_all_problems_come_at_once():
+    found = problems("model.heads=0", "train.steps=0", "optim.name=adagrad", "lr.schedule=step", "mesh.tp=2")
+    assert len(found) == 5 and all("; set" in text for text in found)
+    config = compose(["train.steps=0", "optim.lr=-1"])
+    with pytest.raises(ConfigError, match=r"(?s)train.steps.*optim.lr|optim.lr.*train.steps"):
+        require(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.heads=3", "multiple of model.heads=3"),
+        ("model.kv_heads=2", "divides model.heads=5"),
+        ("model.activation=relu", "silu"),
+        ("model.dropout=1.0", "below 1"),
+        ("mesh.pp=2", "1 is what there is"),
+        ("mesh.dp=0", "at least 1, or -1"),
+        ("shard.stage=5", "set shard.stage=0"),
+        ("launch.nodes=2", "one node"),
+        ("launch.ranks_per_node=3", "ranks_per_node"),
+        ("optim.eps=0", "above 0"),
+        ("optim.lr=nan", "at least 0"),
+        ("data.synthetic_min_tokens=200", "at most data.synthetic_max_tokens"),
+        ("data.tokenizer_vocab=5000", "at most model.vocab=4096"),
+        ('train.skip_steps=["9-3"]', "ranges of steps"),
+    ],
+)
+def test_each_rule_says_value_rule_and_remedy(override, words):
+    found = problems(override) if override != "launch.ranks_per_node=3" else problems(override, ranks=1)
+    assert any(words in text and override.split("=")[0] in text for text in found), found
+
+
+def test_F39_ranks_and_degrees_must_agree():
+    assert any("multiply to 2 ranks but there are 3" in text for text in problems("mesh.dp=2", ranks=3))
+    assert problems("mesh.dp=-1", ranks=4) == problems("mesh.dp=-1", ranks=2) == []
+
+
+def test_paths_that_are_not_there_are_named():
+    config = compose(["data=text", "data.path=/nonexistent/file.txt"])
+    assert any("data.path=/nonexistent/file.txt: no such file" in str(p) for p in check(config, 1))
+    assert any("data.path" in str(p) for p in check(compose(["data=text"]), 1))
+    assert any("tokenizer.json" in str(p) for p in check(compose(["data.tokenizer=nowhere.json"]), 1))
+
+
+def test_world_size_follows_degrees_and_devices():
+    assert world_size(compose([]), 0) == 1
+    assert world_size(compose([]), 8) == 8
+    assert world_size(compose(["launch.device=cpu"]), 8) == 1
+    assert world_size(compose(["mesh.dp=3", "mesh.tp=2"]), 8) == 6
+    assert world_size(compose(["mesh.tp=2", "launch.nodes=2"]), 8) == 16
+    assert world_size(compose(["launch.ranks_per_node=4"]), 0) == 4
+
+
+def test_skip_ranges():
+    assert skipped_steps(["100", "200-202"]) == {100, 200, 201, 202}
+    for bad in ("0", "3-1", "x", "-4"):
+        with pytest.raises(ValueError):
+            skipped_steps([bad])
+
+
+def test_a_written_config_reads_back_equal(tmp_path):
+    config = compose(["model=gpt2_124m", "run.dir=a b", "data.blend=[{source: text, path: x.txt, weight: 0.5}]", "optim.lr=3e-4"])
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml") == config
+    (tmp_path / "bad.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load(tmp_path / "bad.yaml")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.layrs=3", "Did you mean model.layers"),
+        ("trian.steps=3", "Did you mean train.steps"),
+        ("+model.layrs=3", "Did you mean model.layers"),
+        ("model=toy_10", "Did you mean toy_10m"),
+        ("optim=adamx", "Did you mean adam"),
+        ("model.layers=abc", "model.layers=abc"),
+        ("train.steps=", "train.steps"),
+        ("steps", "steps"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_answered_with_the_nearest_name(override, words):
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert words in str(caught.value)
+
+
+def test_every_key_is_dotted_and_known():
+    assert {"model.layers", "train.global_batch", "mesh.dp", "remat", "run.dir"} <= set(keys())

@@ -46,13 +46,7 @@ def sample_text(run: Run) -> str:
     """Text that the model writes now. Every rank writes it, so that sharded parameters may be gathered."""
     tokenizer, count = run.corpus.tokenizer, run.config.observe.sample_tokens
     prompt = tokenizer.encode(run.config.observe.sample_prompt) if run.config.observe.sample_prompt else first_tokens(run)
-    run.model.eval()
-    try:
-        with torch.no_grad():
-            written = generate(run.model, prompt, count, temperature=0.8, top_p=0.95, seed=run.state.step, eos=tokenizer.eos)
-    finally:
-        run.model.train()
-    new = written[len(prompt) :] if written[: len(prompt)] == prompt else written
+    new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, tokenizer.eos, vocab=tokenizer.vocab_size)
     return f"{tokenizer.decode(prompt)} ⟶ {tokenizer.decode(new)}"
 
 

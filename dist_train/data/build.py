@@ -39,31 +39,32 @@ def key_of(*facts: object) -> str:
 def trained_tokenizer(
     sources: Sequence[Source],
     fingerprints: Sequence[str],
-    config: DataConfig,
+    configs: Sequence[DataConfig],
     cache: Cache,
     made: list[Path],
     progress: bool = False,
 ) -> Tokenizer:
     """The bpe tokenizer of these sources, trained once on their training documents and kept in the cache."""
-    if config.tokenizer_vocab < BPE_MIN_VOCAB:
-        train_bpe([], config.tokenizer_vocab)  # raises
-    settings = (config.tokenizer_vocab, config.eval_fraction, config.max_documents, config.text_field)
-    key = key_of("bpe", tuple(fingerprints), settings)
+    vocab = configs[0].tokenizer_vocab
+    if vocab < BPE_MIN_VOCAB:
+        train_bpe([], vocab)  # raises
+    settings = [(config.eval_fraction, config.max_documents, config.text_field) for config in configs]
+    key = key_of("bpe", vocab, list(zip(fingerprints, settings)))
     path = cache.tokenizer(key)
     if not path.is_file():
         with cache.lock(f"tokenizer-{key}", progress):
             if not path.is_file():
                 with _status("training the tokenizer", progress):
-                    tokenizer = train_bpe(_sample(sources, config), config.tokenizer_vocab)
+                    tokenizer = train_bpe(_sample(sources, configs), vocab)
                 cache.make(path.parent)
                 made.append(path)
                 write_private(path, tokenizer.to_json().encode())
     return Tokenizer.load(path)
 
 
-def _sample(sources: Sequence[Source], config: DataConfig) -> Iterator[str]:
+def _sample(sources: Sequence[Source], configs: Sequence[DataConfig]) -> Iterator[str]:
     """Training documents from evenly spaced parts of each source, as much of each source."""
-    for source in sources:
+    for source, config in zip(sources, configs):
         parts = source.parts()
         chosen = sorted({i * len(parts) // _BPE_PARTS for i in range(_BPE_PARTS)})
         seen, documents = 0, 0

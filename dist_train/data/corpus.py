@@ -116,7 +116,7 @@ def _open_entries(
     fingerprints = [source.fingerprint() for source in sources]
     tokenizer = None
     if sources:
-        tokenizer = named_tokenizer(config.tokenizer) or trained_tokenizer(sources, fingerprints, config, cache, made, progress)
+        tokenizer = named_tokenizer(config.tokenizer) or trained_tokenizer(sources, fingerprints, text, cache, made, progress)
         if tokenizer.vocab_size > config.tokenizer_vocab:
             raise _too_large(tokenizer, config)
     opened, waiting = [], iter(zip(sources, fingerprints, text))
@@ -167,6 +167,8 @@ def blend_entries(config: DataConfig) -> tuple[list[DataConfig], tuple[float, ..
                 guess = f"Did you mean {close[0]}? " if close else ""
                 raise ConfigError(f"data.blend[{place}].{name}: no such key. {guess}Keys: {', '.join(allowed)}.")
             wanted = type(getattr(config, name))
+            if wanted is float and type(values[name]) is int:
+                values[name] = float(values[name])
             if type(values[name]) is not wanted:
                 raise ConfigError(f"data.blend[{place}].{name}={values[name]!r}: must be of type {wanted.__name__}.")
         entries.append(dataclasses.replace(config, blend=[], **values))

@@ -111,12 +111,12 @@ def read_rows(picks: Sequence[tuple[Rows, int] | None], seq_len: int) -> RowBloc
         end = min(stop + 1, len(rows.split.tokens))
         tokens[b, : end - start] = rows.split.tokens[start:end]
         offsets = rows.split.offsets
+        # what a row begins with is document 0, so only documents that begin after it count
         inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, end, side="left"))
         begins[b, offsets[inside] - start] = True
         content[b] = stop - start
         if stop - start < seq_len or stop == end:  # padding follows, or the stream ends with the row
             begins[b, stop - start] = True
-    begins[:, 0] = False  # what a row begins with is document 0
     columns = np.arange(seq_len + 1, dtype=np.int64)
     documents = np.cumsum(begins, axis=1, dtype=np.int32)
     positions = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)

@@ -23,7 +23,9 @@ PART_BYTES = 1 << 20  # least text of a part; more where there would be over 409
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "synthetic")
 _SPLIT_ABOVE_BYTES = 1 << 20  # files above this are split in blocks even in a folder of files
 _FULL_HASH_BYTES = 1 << 28  # above this, the fingerprint of a source samples its files and takes their times
-_STDLIB_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
+_STDLIB_LEFT_OUT = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
+)
 
 
 @dataclass(frozen=True)

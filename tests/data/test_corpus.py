@@ -47,6 +47,13 @@ def test_a_blend_of_files_hits_its_weights_and_shares_one_tokenizer(tmp_path: Pa
     assert corpus.fingerprint == prepare(config).fingerprint != prepare(reweighted).fingerprint
 
 
+def test_items_of_a_blend_override_what_is_around_them(files: list[Path]) -> None:
+    blend = [{"source": "text", "path": str(files[0]), "eval_fraction": 0}, {"source": "jsonl", "text_field": "body"}]
+    (first, second), weights = blend_entries(DataConfig(blend=blend, path="around", max_documents=5))
+    assert (first.path, first.eval_fraction, first.max_documents, first.blend) == (str(files[0]), 0.0, 5, [])
+    assert (second.source, second.path, second.text_field) == ("jsonl", "around", "body") and weights == (1.0, 1.0)
+
+
 def test_held_out_documents_of_every_source_are_evaluated(tmp_path: Path, files: list[Path]) -> None:
     corpus = prepare(config_of(tmp_path, blend=blend_of(files, 1, 1), eval_fraction=0.2))
     assert all(split.documents > 0 for split in corpus.evaluation)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 from dist_train.config.compose import ConfigError
-from dist_train.config.schema import DataConfig, TrainConfig
+from dist_train.config.schema import TrainConfig
 from dist_train.data import Corpus, EvalBatches, TrainBatches, build, check_corpus, prepare
 from dist_train.data.cache import Cache
 from dist_train.data.rows import TokenSplit
@@ -141,8 +143,11 @@ def test_a_killed_prepare_goes_on_where_it_stopped(tmp_path: Path, workers: int)
     assert not [p for p in (tmp_path / "cache" / "tokens").iterdir() if not p.name.endswith(".partial")]
     time.sleep(0.5)  # its workers end by themselves
     parts = sorted(tmp_path.glob("cache/tokens/*.partial/part_*.npz"))
-    damaged, kept = parts[0], parts[1:-1]
-    os.truncate(damaged, 50)  # as after a loss of power
+    kept = parts[2:-1]
+    os.truncate(parts[0], 50)  # as after a loss of power
+    with open(parts[1], "r+b") as file:
+        file.seek(parts[1].stat().st_size // 2)
+        file.write(bytes(64))
     stamps = {p.name: p.stat().st_mtime_ns for p in kept}
     seen: dict[str, int] = {}
     config = config_of(tmp_path, path=str(path), workers=1)
@@ -193,6 +198,33 @@ def test_a_lock_is_held_by_one_and_freed_by_death(tmp_path: Path) -> None:
         child.wait()
         assert waited < 30 and (kill or waited > 0.2)
     assert tree(tmp_path / "c") == ["locks"]
+
+
+def test_a_lock_whose_file_was_replaced_while_waiting_is_taken_anew(tmp_path: Path) -> None:
+    """Released locks are removed: a waiter may win the removed file while another caller holds the new one."""
+    cache, path, inside = Cache(tmp_path / "c"), tmp_path / "c" / "locks" / "k", threading.Event()
+
+    def held() -> int:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        return handle
+
+    def wait_and_enter() -> None:
+        with cache.lock("k"):
+            inside.set()
+
+    cache.make(path.parent)
+    first = held()
+    waiter = threading.Thread(target=wait_and_enter)
+    waiter.start()
+    time.sleep(0.2)
+    path.unlink()
+    second = held()
+    os.close(first)
+    assert not inside.wait(0.4)
+    os.close(second)
+    assert inside.wait(10)
+    waiter.join()
 
 
 @pytest.mark.parametrize("cache_exists", [False, True])
@@ -297,11 +329,12 @@ def test_bpe_sees_no_held_out_text(tmp_path: Path) -> None:
 
 def test_prepare_imports_no_torch(tmp_path: Path, book: Path) -> None:
     program = (
-        "import sys; from dist_train.config.schema import DataConfig, TrainConfig; from dist_train.data import prepare, check_corpus\n"
-        f"check_corpus(prepare(DataConfig(source='text', path={str(book)!r}, cache_dir={str(tmp_path / 'c')!r})), TrainConfig())\n"
+        "import sys; from dist_train.config.schema import DataConfig, TrainConfig\n"
+        "from dist_train.data import prepare, check_corpus\n"
+        "check_corpus(prepare(DataConfig(source='text', path=sys.argv[1], cache_dir=sys.argv[2])), TrainConfig())\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(book), str(tmp_path / "c")], check=True, timeout=60)
 
 
 def test_prepared_tokens_are_the_same_corpus(tmp_path: Path, book: Path) -> None:

@@ -74,7 +74,9 @@ def test_a_file_cut_short_or_gone_is_refused_by_name(tmp_path: Path, name: str) 
     path = write(tmp_path / "t") / name
     for size in (path.stat().st_size - 1, 0):
         os.truncate(path, size)
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(
+            ConfigError, match=name if name == NAMES[-1] else f"{name}: damaged \\({size} bytes, the manifest says"
+        ):
             open_tokens(tmp_path / "t")
     path.unlink()
     with pytest.raises(ConfigError, match=name):

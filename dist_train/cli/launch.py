@@ -26,6 +26,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--nodes {options.nodes}: several nodes must meet somewhere; give --rdzv HOST:PORT of the first node.")
     if options.nodes > 1 and options.port:
         raise ConfigError(f"--port {options.port}: is for one node; give the port of several nodes in --rdzv HOST:PORT.")
+    if options.nodes > 1 and options.max_restarts and options.node_rank is None:
+        # in order of arrival, nodes count their attempts each for itself, and attempts that differ never meet
+        raise ConfigError(f"--max-restarts {options.max_restarts}: nodes that restart need fixed places; give --node-rank too.")
     job = Job(
         argv=[*_program(options.script), *argv[end:]],
         ranks=options.ranks,

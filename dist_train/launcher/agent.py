@@ -38,7 +38,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, reaper: Reaper, grace_seconds: float) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=300, shutdown_timeout=int(grace_seconds))
+        super().__init__(spec, logs)
         self._grace_seconds, self._reaper = grace_seconds, reaper
         self._ended: dict[int, int] = {}  # local rank -> status
         self._killed_by: signal.Signals | None = None
@@ -99,7 +99,7 @@ class Agent(LocalElasticAgent):
             signal.signal(getattr(signal, name), self._stop_again)
         if self._pcontext is not None:
             self._end_all(self._grace_seconds)
-        super()._shutdown(signal.SIGTERM, 1)
+        super()._shutdown()
 
     def _stop_again(self, number: int, frame: FrameType | None) -> None:
         self._killed_by = signal.Signals(number)

@@ -47,11 +47,13 @@ def test_U11_threads_are_shared_out_unless_the_user_has_said(tmp_path: Path, giv
 MEET = """
 import os
 from datetime import timedelta
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=20))
+store = PrefixStore(attempt, store)
 store.set(os.environ["RANK"], "here")
 store.get(str(1 - int(os.environ["RANK"])))
-print("met")
+print("met in attempt", attempt)
 """
 
 
@@ -61,6 +63,23 @@ def test_F35_three_jobs_at_once_meet_each_at_its_own_port(tmp_path: Path) -> Non
         jobs = [stack.enter_context(job(tmp_path, "launch", "--ranks", "2", name)) for _ in range(3)]
         assert [each.wait(80) for each in jobs] == [0, 0, 0], [each.text() for each in jobs]
         assert [each.text().count("met") for each in jobs] == [2, 2, 2]
+
+
+def test_two_nodes_meet_and_meet_again_after_a_failure_on_one(tmp_path: Path) -> None:
+    again = """
+import sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(1 if os.environ["RANK"] == "1" else time.sleep(1) or 3)
+"""
+    name = script(tmp_path, MEET + again)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["launch", "--nodes", "2", "--rdzv", meeting, "--max-restarts", "1", "--node-rank"]
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(job(tmp_path, *command, str(rank), name)) for rank in (0, 1)]
+        assert [node.wait(60) for node in nodes] == [0, 0], [node.text() for node in nodes]
+        assert [node.text().count("met in attempt 1") for node in nodes] == [1, 1]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
@@ -115,6 +134,7 @@ def test_any_program_on_the_path_can_be_started(tmp_path: Path) -> None:
         (["--ranks", "0", "x.py"], "--ranks 0"),
         (["--nodes", "2", "x.py"], "give --rdzv HOST:PORT"),
         (["--nodes", "2", "--rdzv", "h:1", "--port", "5", "x.py"], "--port 5"),
+        (["--nodes", "2", "--rdzv", "h:1", "--max-restarts", "1", "x.py"], "give --node-rank"),
         (["no-such-program-anywhere"], "no such program"),
         (["--rank", "2", "x.py"], "unrecognized arguments: --rank"),
     ],

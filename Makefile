@@ -4,7 +4,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet -c con
 READY = .venv/.ready
 ARGS ?=
 
-.PHONY: help setup train test lint
+.PHONY: help setup train test lint bench
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -20,6 +20,9 @@ test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+bench: $(READY) ## our engine beside torch's DDP, interleaved; options with ARGS="--rounds 15"
+	.venv/bin/python benchmarks/engines.py $(ARGS)
 
 # torch comes alone and first: it is the largest, and a csrc build needs it before the package is installed.
 $(READY): constraints.txt pyproject.toml setup.py

@@ -65,7 +65,7 @@ def _run_folder(text: str) -> Path:
         raise ConfigError(f"{text}: no such run folder; give the folder that `dist-train train` printed.")
     for name in ("config.yaml", "tokenizer.json"):
         if not (run_dir / name).is_file():
-            raise ConfigError(f"{text}: holds no {name}, so it is not the folder of a run; give one that `dist-train train` made.")
+            raise ConfigError(f"{text}: holds no {name}, so it is no run folder; give one that `dist-train train` made.")
     return run_dir
 
 

@@ -12,7 +12,6 @@ from dist_train.config.schema import ModelConfig
 from dist_train.ops.swiglu import swiglu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),  # as in GPT-2
     "relu": F.relu,
 }

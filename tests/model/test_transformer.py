@@ -215,6 +215,7 @@ def test_parameter_names_are_stable():
     [
         ({"family": "rnn", "kv_heads": 2}, "model.family=rnn"),
         ({"activation": "gelu"}, "model.activation=gelu"),
+        ({"family": "gpt", "activation": "silu"}, "model.activation=silu"),
         ({"init": "zeros"}, "model.init=zeros"),
         ({"hidden": 18}, "model.hidden=18: must be a multiple of model.heads=4"),
         ({"kv_heads": 3}, "multiple of model.kv_heads=3"),
@@ -225,7 +226,7 @@ def test_parameter_names_are_stable():
 )
 def test_a_shape_that_cannot_be_built_is_refused_with_its_rule(change, message):
     with pytest.raises(ConfigError, match=message):
-        build_model(toy(**{"family": "llama"} | change))
+        build_model(toy(**({"family": "llama"} | change)))
 
 
 def test_an_unknown_attention_backend_is_refused():

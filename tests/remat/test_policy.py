@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dist_train.remat.policy as policy_module
 from dist_train.config.compose import ConfigError
 from dist_train.model import build_model
 from dist_train.ops.cross_entropy import cross_entropy_sum
@@ -134,13 +135,13 @@ def test_a_copy_recomputes_with_its_own_weights():
     assert all(gradient.abs().max() > 0 for gradient in step(copied)[1])
 
 
-def test_nothing_is_recomputed_without_gradients():
+def test_evaluation_pays_nothing_for_recompute(monkeypatch):
     model = build_model(toy())
     expected = model(token_rows())
     apply_remat(model, "selective")
-    with torch.no_grad(), _Count() as counter:
+    monkeypatch.setattr(policy_module, "checkpoint", None)
+    with torch.no_grad():
         assert torch.equal(model(token_rows()), expected)
-    assert counter.calls["silu"] == 2
 
 
 def test_frozen_blocks_train_what_is_left():

@@ -7,12 +7,13 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from dist_train.data.show import render_rows
 from dist_train.model.flops import flops_per_token, parameter_count
 from dist_train.observe.flops import peak_flops
 from dist_train.observe.memory import peak_bytes
 from dist_train.train.build import Run, make_precision, save_checkpoint
 from dist_train.train.evaluate import evaluate, sample_text
-from dist_train.train.start_checks import prove_isolation, show_batch
+from dist_train.train.start_checks import prove_isolation
 from dist_train.train.step import StepFacts, train_step
 from dist_train.zero.layout import state_bytes
 
@@ -56,7 +57,7 @@ class Loop:
     def _start(self) -> None:
         r, started = self.r, time.perf_counter()
         first = r.batches.at(r.state.samples)[0]
-        r.observer.first_batch(show_batch(first, r.corpus.tokenizer))
+        r.observer.first_batch(render_rows(first, r.corpus.tokenizer))
         prove_isolation(r.model, first.tokens_BT[0].to(r.mesh.device), r.config.model.vocab)
         r.traffic.reset()
         self.seconds["start"] += time.perf_counter() - started

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dist_train.data.batch import MicroBatch
-from dist_train.data.tokenizer import Tokenizer
-
 
 class IsolationError(RuntimeError):
     """A document of a packed row can see another one."""
@@ -34,18 +31,3 @@ def prove_isolation(model: nn.Module, row_T: Tensor, vocab: int) -> None:
         moved = (before - after).abs().max().item()
         raise IsolationError(f"packed documents see each other: changing one moved the next one's logits by {moved:.3g}.")
 
-
-def show_batch(micro: MicroBatch, tokenizer: Tokenizer, limit: int = 400) -> str:
-    """The first row as text, document by document; what the loss does not count is in ⟦brackets⟧."""
-    tokens, labels = micro.tokens_BT[0].tolist(), micro.labels_BT[0].tolist()
-    documents = micro.documents_BT[0].tolist()
-    parts, at = [], 0
-    while at < len(tokens):
-        end = at
-        while end < len(tokens) and documents[end] == documents[at] and (labels[end] == -100) == (labels[at] == -100):
-            end += 1
-        text = tokenizer.decode(tokens[at:end])
-        parts.append(text if labels[at] != -100 else f"⟦{text}⟧")
-        at = end
-    text = "".join(parts)
-    return text if len(text) <= limit else text[:limit] + " …"

@@ -54,8 +54,8 @@ class _Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
             self._ranks = [
-                context.Process(target=_serve, args=(rank, n, self._folder.name, self._questions[rank], self._answers), daemon=True)
-                for rank in range(n)
+                context.Process(target=_serve, args=(rank, n, self._folder.name, question, self._answers), daemon=True)
+                for rank, question in enumerate(self._questions)
             ]
             for process in self._ranks:
                 process.start()

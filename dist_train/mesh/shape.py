@@ -22,7 +22,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis, degree in zip(AXES, self.degrees, strict=True):
             if degree < 1:
-                raise ValueError(f"mesh.{axis}={degree}: a degree is at least 1; set mesh.{axis}=1 for no parallelism on this axis.")
+                raise ValueError(f"mesh.{axis}={degree}: a degree is at least 1; set mesh.{axis}=1 for no parallelism on it.")
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:

@@ -108,7 +108,8 @@ def test_F06_unscaling_comes_before_the_norm_and_clipping_acts_on_the_true_norm(
 def _timed(mesh, comm, overlap, seed, bucket_bytes):
     shake = random.Random(seed * 100 + mesh.rank)
     late = DelayedCollectives(lambda: shake.random() * 0.004)
-    return train_toy(mesh, late, LIVE, 2, 2, optimizer=dt.AdamW(lr=1e-2), overlap=overlap, bucket_bytes=bucket_bytes, clip_norm=0.1)
+    optimizer = dt.AdamW(lr=1e-2)
+    return train_toy(mesh, late, LIVE, 2, 2, optimizer=optimizer, overlap=overlap, bucket_bytes=bucket_bytes, clip_norm=0.1)
 
 
 def test_F42_neither_overlap_nor_timing_nor_bucket_size_changes_a_bit():

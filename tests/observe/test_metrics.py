@@ -74,6 +74,15 @@ def test_U09_a_resumed_file_has_each_step_once(tmp_path, resumed):
     assert os.listdir(tmp_path) == ["metrics.jsonl"] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_U09_a_last_line_without_its_end_does_not_grow_into_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')  # killed between the record and its newline
+    lines = JsonLines(path, 2)
+    lines.write({"step": 3})
+    lines.close()
+    assert steps(path) == [1, 3]
+
+
 def test_U09_resuming_twice_keeps_what_each_resume_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for resumed, end in ((0, 15), (10, 17), (12, 20)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dist_train.checkpoint.manifest import Box, CheckpointError
-from dist_train.checkpoint.pieces import Piece
+from dist_train.checkpoint.manifest import CheckpointError
 from dist_train.checkpoint.reshard import FlatBox, flat_range_boxes
 from dist_train.checkpoint.store import find, load, names, prune, read_state, save, verify
+from dist_train.params.geometry import Box, Piece
 
 __all__ = [
     "Box",

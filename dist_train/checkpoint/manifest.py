@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_train.config.compose import ConfigError
+from dist_train.params.geometry import Box
 
 VERSION = 1
 BLOCK_BYTES = 16 << 20
@@ -30,22 +31,6 @@ ITEM_BYTES = {
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be written or read; the message names the file and, where there is one, the tensor."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """The elements offset[d] .. offset[d] + shape[d] - 1 along every dim d of a logical tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements; 1 for the box of a scalar."""
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape)) + "]"
 
 
 @dataclass(frozen=True)

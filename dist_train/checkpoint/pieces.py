@@ -13,29 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dist_train.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, Box, CheckpointError, FileEntry, Manifest, SavedBox
+from dist_train.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, CheckpointError, FileEntry, Manifest, SavedBox
 from dist_train.checkpoint.reshard import slices
+from dist_train.params.geometry import Box, Piece
 
 REMEDY = "Resume from another checkpoint: checkpoint.resume=PATH"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The box offset .. offset + tensor.shape of the logical tensor `name` that this rank holds (or wants)."""
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]  # of the whole logical tensor
-    offset: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        return Box(tuple(self.offset), tuple(self.tensor.shape))
-
-    @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Piece:
-        """A tensor that this rank holds all of."""
-        return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 @dataclass(frozen=True)

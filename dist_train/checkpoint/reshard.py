@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from dist_train.checkpoint.manifest import Box
+from dist_train.params.geometry import Box
 
 
 class FlatBox(NamedTuple):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dist_train.checkpoint.manifest import CheckpointError
-from dist_train.checkpoint.pieces import Piece
 from dist_train.checkpoint.store import load, names
+from dist_train.params.geometry import Piece
 
 _PYTHON = struct.Struct("<q625Q?d")  # version, 624 words and the position, whether a second Gaussian is cached, that Gaussian
 _NUMPY = struct.Struct("<624Qq?d")

@@ -24,12 +24,13 @@ import torch
 
 from dist_train.checkpoint import folders
 from dist_train.checkpoint.folders import logger, steps
-from dist_train.checkpoint.manifest import Box, CheckpointError, FileEntry, Manifest, SavedBox, TensorEntry, encode
-from dist_train.checkpoint.pieces import REMEDY, Claim, Piece, Reader, assign, claim, write_file
+from dist_train.checkpoint.manifest import CheckpointError, FileEntry, Manifest, SavedBox, TensorEntry, encode
+from dist_train.checkpoint.pieces import REMEDY, Claim, Reader, assign, claim, write_file
 from dist_train.checkpoint.reshard import intersect, slices, uncovered
 from dist_train.comm.collectives import Collectives
 from dist_train.config.compose import ConfigError
 from dist_train.mesh.mesh import Group
+from dist_train.params.geometry import Box, Piece
 
 MANIFEST = "manifest.json"
 T = TypeVar("T")

@@ -1,13 +1,15 @@
-"""Recipes for optimizers over flat segments: torch's fused kernels, one launch for all segments of a rank.
+"""Recipes for optimizers over flat segments: torch's fused kernels, one launch for all segments of a decay group.
 
-The fused kernels take the unscale-and-clip factor and the found-inf flag as device scalars, so clipping and skipping cost
-neither a pass over the gradients nor a host sync. A recipe is a value; `bind` makes the optimizer, with its state in place,
-so a checkpoint can be read into it before the first step.
+The kernels take the unscale-and-clip factor and the found-inf flag as device scalars, so clipping and skipping cost neither a
+pass over the gradients nor a host sync. They are called directly, as torch.optim calls them: a `torch.optim.Optimizer` would
+loop over parameters in Python at each step, and loads torch's compiler when it is made.
+
+A recipe is a value; `bind` makes the optimizer with its state in place, so a checkpoint can be read into it at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from dist_train.zero.engine import BoundOptimizer, FlatSegment
+
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class AdamW:
     weight_decay: float = 0.1
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return _Adaptive(torch.optim.AdamW, self, segments)
+        return _Adaptive(self, torch._fused_adamw_, segments)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return _Adaptive(torch.optim.Adam, self, segments)
+        return _Adaptive(self, torch._fused_adam_, segments)
 
 
 @dataclass(frozen=True)
@@ -58,68 +62,56 @@ class SGD:
 
 
 class _Flat:
-    """Hands torch's optimizer the masters as parameters and, step by step, their gradients."""
+    """What all of them share: masters and gradients by decay group, moments, and one count of updates."""
 
-    def __init__(self, kind: Any, recipe: Any, segments: Sequence[FlatSegment], **options: Any) -> None:
+    moment_names: tuple[str, ...] = ()
+
+    def __init__(self, segments: Sequence[FlatSegment], weight_decay: float) -> None:
         self._segments = segments
-        self._params = [torch.nn.Parameter(s.master) for s in segments]  # shares memory with the master
-        spared = [p for p, s in zip(self._params, segments, strict=True) if s.group == "no_decay"]
-        decayed = [p for p, s in zip(self._params, segments, strict=True) if s.group != "no_decay"]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-        self._torch = kind([group for group in groups if group["params"]], lr=recipe.lr, fused=True, **options)
+        self._moments = [{name: torch.zeros_like(s.master) for name in self.moment_names} for s in segments]
+        self._steps = torch.zeros((), dtype=torch.float32, device=segments[0].master.device)
+        spared = [at for at, segment in enumerate(segments) if segment.group == "no_decay"]
+        decayed = [at for at, segment in enumerate(segments) if segment.group != "no_decay"]
+        self._groups = [(members, decay) for members, decay in ((decayed, weight_decay), (spared, 0.0)) if members]
 
     def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        for param, segment in zip(self._params, self._segments, strict=True):
-            param.grad = segment.grad if segment.grad.dtype == param.dtype else segment.grad.to(param.dtype)
-        self._torch.grad_scale, self._torch.found_inf = grad_scale, found_inf
-        self._torch.step()
-        for param in self._params:
-            param.grad = None
-
-
-class _Adaptive(_Flat):
-    def __init__(self, kind: Any, recipe: Any, segments: Sequence[FlatSegment]) -> None:
-        super().__init__(kind, recipe, segments, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
-        for param in self._params:
-            self._torch.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
-            }
-
-    def moments(self, segment: int) -> dict[str, Tensor]:
-        state = self._torch.state[self._params[segment]]
-        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-
-    @property
-    def step_count(self) -> Tensor:
-        return self._torch.state[self._params[0]]["step"]
-
-    def set_step_count(self, count: float) -> None:
-        for param in self._params:
-            self._torch.state[param]["step"].fill_(count)
-
-
-class _Sgd(_Flat):
-    def __init__(self, recipe: SGD, segments: Sequence[FlatSegment]) -> None:
-        super().__init__(torch.optim.SGD, recipe, segments, momentum=recipe.momentum)
-        self._steps = torch.zeros((), dtype=torch.float32, device=self._params[0].device)
-        if recipe.momentum:
-            for param in self._params:
-                self._torch.state[param] = {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-
-    def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        super().step(lr, grad_scale, found_inf)
         self._steps += 1 - found_inf
+        for members, decay in self._groups:
+            masters = [self._segments[at].master for at in members]
+            # A kernel reads gradients in the dtype of what it updates; this copies only where they differ.
+            grads = [self._segments[at].grad.to(self._segments[at].master.dtype) for at in members]
+            moments = [[self._moments[at][name] for at in members] for name in self.moment_names]
+            common = {"lr": lr, "weight_decay": decay, "maximize": False, "grad_scale": grad_scale, "found_inf": found_inf}
+            self._launch(masters, grads, moments, common)
+
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def moments(self, segment: int) -> dict[str, Tensor]:
-        return dict(self._torch.state[self._params[segment]])
+        return self._moments[segment]
 
     @property
     def step_count(self) -> Tensor:
         return self._steps
 
-    def set_step_count(self, count: float) -> None:
-        self._steps.fill_(count)
+
+class _Adaptive(_Flat):
+    moment_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, recipe: Adam | AdamW, kernel: Callable[..., None], segments: Sequence[FlatSegment]) -> None:
+        super().__init__(segments, recipe.weight_decay)
+        self._kernel = kernel
+        self._options = {"beta1": recipe.beta1, "beta2": recipe.beta2, "eps": recipe.eps, "amsgrad": False}
+
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
+        self._kernel(masters, grads, *moments, [], [self._steps] * len(masters), **self._options, **common)
+
+
+class _Sgd(_Flat):
+    def __init__(self, recipe: SGD, segments: Sequence[FlatSegment]) -> None:
+        self.moment_names = ("momentum_buffer",) if recipe.momentum else ()
+        super().__init__(segments, recipe.weight_decay)
+        self._options: dict[str, Any] = {"momentum": recipe.momentum, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
+        torch._fused_sgd_(masters, grads, moments[0] if moments else [], **self._options, **common)

@@ -90,8 +90,7 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
     rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
 
     state = TrainState(loss_scale=LossScale.from_config(config.precision))
-    found = checkpoint.find(run_dir / "checkpoints", config.checkpoint.resume)
-    found = None if found is None else Path(comm.broadcast_object(str(found), mesh.world))
+    found = _find(run_dir / "checkpoints", config, mesh, comm)
     if found is not None:
         state = restore(found, engine, config, mesh, corpus.fingerprint)
     observer = Observer(config, run_dir, mesh.is_main, state.step)
@@ -122,8 +121,7 @@ def make_precision(config: Config) -> Precision:
 
 def save_checkpoint(run: Run) -> Path:
     """Write everything that a resume needs; collective over the world. Raises CheckpointError on every rank alike."""
-    pieces = [checkpoint.Piece(p.name, p.tensor, p.shape, p.offset) for p in run.engine.pieces()]
-    pieces += rng.pieces(run.mesh.rank, rng.capture(run.mesh.device))
+    pieces = [*run.engine.pieces(), *rng.pieces(run.mesh.rank, rng.capture(run.mesh.device))]
     state: dict[str, Any] = {"train": run.state.to_json(), "layout": run.layout, "data": run.corpus.fingerprint}
     keep, best = run.config.checkpoint.keep, run.state.best_step
     return checkpoint.save(run.checkpoints, run.state.step, pieces, state, run.comm, run.mesh.world, keep, (best,))
@@ -137,13 +135,28 @@ def restore(path: Path, engine: ZeroEngine, config: Config, mesh: ParallelMesh, 
             f"checkpoint.resume={config.checkpoint.resume}: {path} was made with other data or another tokenizer; "
             "give the data.* values of that run, or set checkpoint.same_data=false to go on with these."
         )
-    checkpoint.load(path, [checkpoint.Piece(p.name, p.tensor, p.shape, p.offset) for p in engine.pieces()])
+    checkpoint.load(path, engine.pieces())
     engine.restored()
     state = TrainState.from_json(saved["train"])
     pp, dp, cp, tp = mesh.shape.degrees
     same = saved["layout"] == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": config.shard.stage}
     rng.resume(path, mesh.rank, same, config.train.seed, state.step, mesh.device)
     return state
+
+
+def _find(root: Path, config: Config, mesh: ParallelMesh, comm: Collectives) -> Path | None:
+    """The checkpoint to go on from, or the complaint, as rank 0 sees it: ranks that decided alone could differ."""
+    answer: tuple[str | None, str | None] = None, None
+    if mesh.is_main:
+        try:
+            path = checkpoint.find(root, config.checkpoint.resume)
+            answer = None if path is None else str(path), None
+        except ConfigError as error:
+            answer = None, str(error)
+    found, complaint = comm.broadcast_object(answer, mesh.world)
+    if complaint is not None:
+        raise ConfigError(complaint)
+    return None if found is None else Path(found)
 
 
 def _set_determinism(config: Config) -> None:

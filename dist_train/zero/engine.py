@@ -50,9 +50,7 @@ class BoundOptimizer(Protocol):
 
     @property
     def step_count(self) -> Tensor:
-        """Number of updates made, a scalar."""
-
-    def set_step_count(self, count: float) -> None: ...
+        """Number of updates made, an fp32 scalar that may be written."""
 
 
 class Optimizer(Protocol):
@@ -222,7 +220,6 @@ class ZeroEngine:
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
-        self._optimizer.set_step_count(float(self._optimizer.step_count))
         for bucket in self.buckets:
             bucket.publish()
 

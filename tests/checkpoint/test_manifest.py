@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from dist_train.checkpoint.manifest import Box, CheckpointError, FileEntry, Manifest, SavedBox, TensorEntry, decode, encode
+from dist_train.checkpoint.manifest import CheckpointError, FileEntry, Manifest, SavedBox, TensorEntry, decode, encode
+from dist_train.params.geometry import Box
 
 FILE = "rank_00000.safetensors"
 

@@ -57,9 +57,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 200
-    global_batch: int = 16  # sequences per optimizer step, over all ranks
-    micro_batch: int = 4  # sequences per forward pass of one rank
+    steps: int = 250
+    global_batch: int = 8  # sequences per optimizer step, over all ranks
+    micro_batch: int = 2  # sequences per forward pass of one rank
     seq_len: int = 128  # tokens per sequence
     seed: int = 0
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
@@ -118,7 +118,7 @@ class PrecisionConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     name: str = "adamw"  # sgd | momentum | adam | adamw
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 3e-3  # peak learning rate: right for the small default model, larger ones want less
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

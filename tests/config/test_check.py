@@ -66,7 +66,7 @@ def test_each_rule_says_value_rule_and_remedy(override, words):
 
 def test_F39_ranks_and_degrees_must_agree():
     assert any("multiply to 2 ranks but there are 3" in text for text in problems("mesh.dp=2", ranks=3))
-    assert problems("mesh.dp=-1", ranks=4) == problems("mesh.dp=-1", ranks=2) == []
+    assert problems("mesh.dp=-1", ranks=4) == problems("mesh.dp=-1", ranks=2) == problems("mesh.dp=-1") == []
 
 
 def test_paths_that_are_not_there_are_named():

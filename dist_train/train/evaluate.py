@@ -43,7 +43,7 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def sample_text(run: Run) -> str:
-    """Text that the model writes now, over the ends of documents. Every rank writes it, so that sharded parameters may be gathered."""
+    """Text that the model writes now, over the ends of documents. Every rank writes it: sharded parameters must be gathered."""
     tokenizer, count = run.corpus.tokenizer, run.config.observe.sample_tokens
     prompt = tokenizer.encode(run.config.observe.sample_prompt) if run.config.observe.sample_prompt else first_tokens(run)
     new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, None, vocab=tokenizer.vocab_size)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dist_train.checkpoint.manifest import CheckpointError
-from dist_train.checkpoint.reshard import FlatBox, flat_range_boxes
 from dist_train.checkpoint.store import find, load, names, prune, read_state, save, verify
 from dist_train.params.geometry import Box, Piece
 
 __all__ = [
     "Box",
     "CheckpointError",
-    "FlatBox",
     "Piece",
     "find",
-    "flat_range_boxes",
     "load",
     "names",
     "prune",

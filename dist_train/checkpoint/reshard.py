@@ -1,24 +1,15 @@
 """Saved boxes ∩ wanted boxes: how a tensor saved on one layout is read on another. Pure integers.
 
 A layout is nothing but the boxes of the logical tensor that its ranks hold. A rank of a flat (ZeRO) layout holds a range
-of the flattened tensor, which `flat_range_boxes` cuts into few boxes; rows, columns and whole tensors are one box each.
+of the flattened tensor, which `params.geometry.flat_range_boxes` cuts into few boxes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
 
 from dist_train.params.geometry import Box
-
-
-class FlatBox(NamedTuple):
-    """A box of a flat range; its elements are `flat[at : at + box.size]` of the range, in row-major order."""
-
-    box: Box
-    at: int  # elements from the start of the range
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -66,35 +57,3 @@ def _hole(wanted: Box, boxes: list[Box], dim: int) -> Box | None:
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
-
-
-def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBox]:
-    """Elements start .. stop-1 of the flattened (row-major) tensor as the fewest boxes that are contiguous in it, in order.
-
-    At most 2·dims - 1 boxes. An empty range gives none. Raises ValueError when the range does not lie in the tensor.
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"range {start}..{stop} of a tensor of shape {shape}")
-    return _range(shape, start, stop, (), 0)
-
-
-def _range(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], at: int) -> list[FlatBox]:
-    # `prefix`: the indices chosen in earlier dims; `shape`: the dims that are left.
-    if start == stop:
-        return []
-    if not shape:
-        return [FlatBox(Box(prefix, (1,) * len(prefix)), at)]
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows: first .. last - 1
-    if first > last:  # both ends within one row
-        row = last
-        return _range(shape[1:], start - row * inner, stop - row * inner, (*prefix, row), at)
-    found = []
-    if start < first * inner:
-        found += _range(shape[1:], start - (first - 1) * inner, inner, (*prefix, first - 1), at)
-    if first < last:
-        box = Box((*prefix, first, *(0 for _ in shape[1:])), (*(1 for _ in prefix), last - first, *shape[1:]))
-        found.append(FlatBox(box, at + first * inner - start))
-    if last * inner < stop:
-        found += _range(shape[1:], 0, stop - last * inner, (*prefix, last), at + last * inner - start)
-    return found

@@ -57,8 +57,21 @@ class Collectives:
             return Handle()
         self._record("all_reduce", group, x)
         flat = x if x.is_contiguous() else x.contiguous()
-        work = dist.all_reduce(flat, _OPS[op], group=group.process_group, async_op=True)
-        return Handle(work, None if flat is x else lambda: _write(x, flat))
+        back = None if flat is x else lambda: _write(x, flat)
+        if op != "sum" or group.size == 2 or not _is_gloo(group) or flat.numel() % group.size:
+            return Handle(dist.all_reduce(flat, _OPS[op], group=group.process_group, async_op=True), back)
+        # gloo adds in an order of its own. The same slices as in `reduce_scatter`, added in the same order and gathered, take
+        # the bytes of a ring and give each element the same bits. (Two addends have but one order.)
+        part = torch.empty(flat.numel() // group.size, dtype=flat.dtype)
+        scattered = _exchange_and_add(part, flat, group)
+
+        def gather() -> None:
+            scattered.wait()
+            _all_gather(flat.view(-1), part, group=group.process_group)
+            if back is not None:
+                back()
+
+        return Handle(finish=gather)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Sum `x` (group.size · n elements) over the group; `out` (n elements) receives this rank's slice."""
@@ -66,15 +79,11 @@ class Collectives:
             return Handle(finish=lambda: _write(out, x))
         self._record("reduce_scatter", group, x)
         source = x.contiguous()
-        if dist.get_backend(group.process_group) != "gloo":
-            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-            work = _reduce_scatter(target, source, group=group.process_group, async_op=True)
-            return Handle(work, None if target is out else lambda: _write(out, target))
-        # gloo's own reduce-scatter is an all-reduce underneath: twice the bytes. Exchanging slices and adding them
-        # here, in rank order, costs the ideal bytes and gives every rank the same order of additions.
-        parts = torch.empty_like(source)
-        work = dist.all_to_all_single(parts, source, group=group.process_group, async_op=True)
-        return Handle(work, lambda: _write(out, parts.view(group.size, -1).sum(0)))
+        if _is_gloo(group):
+            return _exchange_and_add(out, source, group)
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        work = _reduce_scatter(target, source, group=group.process_group, async_op=True)
+        return Handle(work, None if target is out else lambda: _write(out, target))
 
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """`out` (group.size · n elements) receives every rank's `x` (n elements) in group order; `x` may be a slice of it."""
@@ -127,6 +136,18 @@ class Collectives:
     def _record(self, op: str, group: Group, tensor: Tensor) -> None:
         if self.recorder is not None:
             self.recorder(op, group, tensor)
+
+
+def _is_gloo(group: Group) -> bool:
+    return dist.get_backend(group.process_group) == "gloo"
+
+
+def _exchange_and_add(out: Tensor, x: Tensor, group: Group) -> Handle:
+    # gloo's own reduce-scatter is an all-reduce underneath: twice the bytes. Exchanging slices and adding them here, in
+    # rank order, costs the ideal bytes.
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
+    return Handle(work, lambda: _write(out, parts.view(group.size, -1).sum(0)))
 
 
 def _write(target: Tensor, value: Tensor) -> None:

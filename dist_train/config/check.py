@@ -35,7 +35,7 @@ _CHOICES = {
     "launch.kind": ("local",),
     "launch.device": ("auto", "cpu", "cuda"),
     "shard.engine": ("native",),
-    "shard.stage": (0,),
+    "shard.stage": (0, 1, 2, 3),
     "shard.reduce_dtype": ("fp32", "bf16"),
     "precision.compute": ("fp32", "bf16", "fp16"),
     "precision.grad": ("fp32", "bf16"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_train.zero.engine import BoundOptimizer, FlatSegment
+from dist_train.zero.protocol import BoundOptimizer, FlatSegment
 
 Tensors = list[Tensor]
 

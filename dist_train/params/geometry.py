@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -44,3 +45,42 @@ class Piece:
     def whole(cls, name: str, tensor: Tensor) -> Piece:
         """A tensor that this rank holds all of."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+class FlatBox(NamedTuple):
+    """A box of a flat range; its elements are `flat[at : at + box.size]` of the range, in row-major order."""
+
+    box: Box
+    at: int  # elements from the start of the range
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBox]:
+    """Elements start .. stop-1 of the flattened (row-major) tensor as the fewest boxes that are contiguous in it, in order.
+
+    At most 2·dims - 1 boxes. An empty range gives none. Raises ValueError when the range does not lie in the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range {start}..{stop} of a tensor of shape {shape}")
+    return _range(shape, start, stop, (), 0)
+
+
+def _range(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], at: int) -> list[FlatBox]:
+    # `prefix`: the indices chosen in earlier dims; `shape`: the dims that are left.
+    if start == stop:
+        return []
+    if not shape:
+        return [FlatBox(Box(prefix, (1,) * len(prefix)), at)]
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows: first .. last - 1
+    if first > last:  # both ends within one row
+        row = last
+        return _range(shape[1:], start - row * inner, stop - row * inner, (*prefix, row), at)
+    found = []
+    if start < first * inner:
+        found += _range(shape[1:], start - (first - 1) * inner, inner, (*prefix, first - 1), at)
+    if first < last:
+        box = Box((*prefix, first, *(0 for _ in shape[1:])), (*(1 for _ in prefix), last - first, *shape[1:]))
+        found.append(FlatBox(box, at + first * inner - start))
+    if last * inner < stop:
+        found += _range(shape[1:], 0, stop - last * inner, (*prefix, last), at + last * inner - start)
+    return found

@@ -26,7 +26,7 @@ from dist_train.remat.policy import apply_remat
 from dist_train.train.requests import Requests
 from dist_train.train.state import TrainState
 from dist_train.zero import DTYPES, Precision, ShardPolicy, ZeroEngine
-from dist_train.zero.engine import Optimizer
+from dist_train.zero.protocol import Optimizer
 
 
 @dataclass

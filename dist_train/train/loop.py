@@ -7,6 +7,8 @@ import time
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from dist_train.data.show import render_rows
 from dist_train.model.flops import flops_per_token, parameter_count
 from dist_train.observe.flops import peak_flops
@@ -122,14 +124,16 @@ class Loop:
 
     def _summary(self, status: str) -> dict[str, Any]:
         r = self.r
-        precision, buckets = make_precision(r.config), r.engine.buckets
+        precision = make_precision(r.config)
+        compute, master = precision.compute or torch.float32, precision.master
         predicted = state_bytes(
-            [bucket.layout for bucket in buckets],
-            compute=buckets[0].full.element_size(),
+            [bucket.layout for bucket in r.engine.buckets],
+            r.engine.policy,
+            r.mesh.data.index,
+            compute=compute.itemsize,
             grad=precision.grad.itemsize,
-            master=precision.master.itemsize,
-            moments={"sgd": 0, "momentum": 1}.get(r.config.optim.name, 2),
-            separate_master=precision.compute != precision.master,
+            master=master.itemsize if compute != master else 0,
+            moments=master.itemsize * {"sgd": 0, "momentum": 1}.get(r.config.optim.name, 2),
         )
         return {
             "status": status,

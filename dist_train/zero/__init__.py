@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from dist_train.mesh.mesh import ParallelMesh
-from dist_train.zero.engine import Optimizer, ZeroEngine
+from dist_train.zero.engine import ZeroEngine
 from dist_train.zero.policy import DTYPES, Precision, ShardPolicy
+from dist_train.zero.protocol import Optimizer
 
 __all__ = ["DTYPES", "Precision", "ShardPolicy", "ZeroEngine", "shard"]
 

@@ -1,15 +1,22 @@
-"""One flat bucket of parameters: its tensors, and how gradients pass through it.
+"""One flat bucket of parameters: its tensors, where they live, and how gradients pass through it.
 
-Tensors (all flat, all of `layout.numel` elements; names as everywhere in this package):
+Tensors (all flat; N data ranks, S = numel ÷ N; names as everywhere in this package):
 
     param       what the module sees: a view into `full`
-    full        compute-dtype buffer of the bucket's parameters
-    master      what the optimizer updates: `full` itself where the dtypes agree, else a wider copy
-    grad_full   gradients: accumulated over micro-batches here, then reduced over data ranks in place
+    full        compute dtype, numel elements: all parameters of the bucket. Kept, or at stage 3 only while FULL
+    shard       compute dtype, this rank's part of `full`: a view of it, or at stage 3 a tensor of its own
+    master      what the optimizer updates: `shard` itself where the dtypes agree, else a wider copy
+    grad_full   numel elements: this rank's gradients, summed over micro-batches. At stages 2 and 3 only while they travel
+    grad        what the optimizer reads, as long as master: Σ over data ranks; a part of `grad_full`, at stages 2 and 3 its own
 
-Phases: ACCUMULATING (grad_full holds this rank's own sum) → REDUCING (it belongs to a collective) → REDUCED (it holds the
-sum over ranks). A backward that follows a reduction within one step opens another round: what is reduced already is set
-aside in `grad_done` and added back at the end, so the sum is right however a training loop calls us.
+"This rank's part" is all of it at stage 0 and its slice of S elements at stages 1 to 3. Memory that comes and goes is the
+*storage* of a tensor that stays, so every view into it stays valid.
+
+Residence of `full`: SHARDED (no memory) → GATHERING → FULL. Below stage 3 it is always FULL.
+
+Phases of a gradient: ACCUMULATING (grad_full holds this rank's own sum) → REDUCING (it belongs to a collective) → REDUCED
+(`grad` holds the sum over ranks). A backward that follows a reduction within one step opens another round, and `grad`
+becomes the sum of all rounds, so it is right however a training loop calls us.
 """
 
 from __future__ import annotations
@@ -23,7 +30,13 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.mesh.mesh import Group
 from dist_train.zero.layout import BucketLayout
-from dist_train.zero.policy import Precision
+from dist_train.zero.policy import Precision, ShardPolicy
+
+
+class Residence(enum.Enum):
+    SHARDED = "sharded"  # S elements: only `shard`
+    GATHERING = "gathering"  # numel + S elements, `full` not to be read yet
+    FULL = "full"  # numel elements, + S at stage 3
 
 
 class Phase(enum.Enum):
@@ -33,32 +46,61 @@ class Phase(enum.Enum):
 
 
 class ParamBucket:
-    """Owns the memory of its parameters from construction on; `complete` is called when every gradient has arrived."""
+    """Owns the memory of its parameters from construction on; `complete` is called when every gradient has arrived.
+
+    All its parameters are trainable or all are frozen; frozen ones have no gradient, no master and no optimizer state.
+    """
 
     def __init__(
         self,
         layout: BucketLayout,
         params: Sequence[nn.Parameter],
+        policy: ShardPolicy,
         precision: Precision,
         group: Group,
         comm: Collectives,
         complete: Callable[[ParamBucket], None],
     ) -> None:
-        self.layout, self.params, self.precision = layout, list(params), precision
+        self.layout, self.params, self.policy, self.precision = layout, list(params), policy, precision
+        self.trainable = self.params[0].requires_grad
         self._group, self._comm, self._complete = group, comm, complete
-        device, compute = params[0].device, precision.compute or params[0].dtype
-        self.full = torch.zeros(layout.numel, dtype=compute, device=device)
-        wide = compute != precision.master
-        self.master = torch.zeros(layout.numel, dtype=precision.master, device=device) if wide else self.full
-        for param, initial, view in zip(self.params, self._views(self.master), self._views(self.full), strict=True):
-            initial.copy_(param.detach())  # the master keeps what the cast to the compute dtype would lose
-            param.data = view
-        self._comm.broadcast(self.master, group).wait()
-        self.publish()
+        self.owned = layout.shard(group.index) if policy.optim else slice(0, layout.numel)
+        self._place_parameters()
+        if self.trainable:
+            self._place_gradients()
 
-        self.grad_full = torch.zeros(layout.numel, dtype=precision.grad, device=device)
-        self.grad_done: Tensor | None = None
+    def _place_parameters(self) -> None:
+        device, compute = self.params[0].device, self.precision.compute or self.params[0].dtype
+        # A master keeps what the cast to the compute dtype would lose, so the cast comes after it was filled.
+        wide = self.precision.master if self.trainable else compute
+        initial = torch.zeros(self.layout.numel, dtype=wide, device=device)
+        for param, view in zip(self.params, self._views(initial), strict=True):
+            view.copy_(param.detach())
+        self._comm.broadcast(initial, self._group).wait()
+        self.full = initial.to(compute)
+        for param, view in zip(self.params, self._views(self.full), strict=True):
+            param.data = view
+        mine = self.full[self.owned]
+        self.shard = mine.clone() if self.policy.param else mine
+        part = initial[self.owned]
+        self.master = self.shard if wide == compute else part.clone() if self.policy.optim else part
+        self.residence, self._gathering = Residence.FULL, Handle()
+        self.release()
+
+    def _place_gradients(self) -> None:
+        device, dtype = self.full.device, self.precision.grad
+        self.grad_full = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self._grad_views = self._views(self.grad_full)
+        ends = [*(segment.start for segment in self.layout.segments[1:]), self.layout.numel]
+        gaps = [(segment.slots[-1].stop, end) for segment, end in zip(self.layout.segments, ends, strict=True)]
+        self._grad_padding = [self.grad_full[start:stop] for start, stop in gaps]
+        if self.policy.grad:
+            self.grad = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            _free(self.grad_full)
+        else:
+            self.grad = self.grad_full[self.owned]
+        self._earlier: Tensor | None = None  # Σ of earlier rounds, below stage 2
+        self._reduced_before = False  # `grad` holds earlier rounds, at stages 2 and 3
         self.phase, self._fresh, self._handle = Phase.ACCUMULATING, True, Handle()
         self._missing = len(self.params)  # gradients still to come in this backward
         for param in self.params:
@@ -66,6 +108,30 @@ class ParamBucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+
+    # Parameters: gathered before use and released after it (stage 3)
+
+    def gather(self) -> None:
+        """Start bringing `full` together, unless it is there or on its way."""
+        if self.residence is Residence.SHARDED:
+            _allocate(self.full)
+            self._gathering = self._comm.all_gather(self.full, self.shard, self._group)
+            self.residence = Residence.GATHERING
+
+    def ensure_full(self) -> None:
+        """Return when the module may read its parameters."""
+        if self.residence is not Residence.FULL:
+            self.gather()
+            self._gathering.wait()
+            self.residence = Residence.FULL
+
+    def release(self) -> None:
+        """Give the memory of `full` back, where it is sharded."""
+        if self.policy.param and self.residence is Residence.FULL:
+            _free(self.full)
+            self.residence = Residence.SHARDED
+
+    # Gradients: they arrive, are collected into grad_full, and are reduced
 
     @property
     def is_complete(self) -> bool:
@@ -86,15 +152,16 @@ class ParamBucket:
         self._missing = len(self.params)
         if self.phase is not Phase.ACCUMULATING:
             self.wait()
-            if self.grad_done is None:
-                self.grad_done = self.grad_full.clone()
-            else:
-                self.grad_done += self.grad_full
+            if not self.policy.grad:
+                self._earlier = self.grad.clone() if self._earlier is None else self._earlier + self.grad
             self.phase, self._fresh = Phase.ACCUMULATING, True
 
     def collect(self) -> list[str]:
         """Move the parameters' gradients into `grad_full`; the names of those that got none (they count as zero)."""
         assert self.phase is Phase.ACCUMULATING, "grad_full belongs to a collective"
+        if self.policy.grad and self._fresh:
+            _allocate(self.grad_full)
+            torch._foreach_zero_(self._grad_padding)  # it travels too
         present = [param.grad for param in self.params if param.grad is not None]
         views, missing = self._grad_views, []
         if len(present) < len(self.params):
@@ -112,43 +179,69 @@ class ParamBucket:
         return [self.layout.slots[at].name for at in missing]
 
     def reduce(self) -> None:
-        """Start summing `grad_full` over data ranks."""
+        """Start summing `grad_full` over data ranks, into `grad`."""
         assert self.phase is Phase.ACCUMULATING
         self.phase = Phase.REDUCING
-        if self.precision.reduce == self.precision.grad:
-            self._handle = self._comm.all_reduce(self.grad_full, self._group)
-        else:
-            wire = self.grad_full.to(self.precision.reduce)
+        wire = self.grad_full.to(self.precision.reduce)  # itself where the dtypes agree
+        if not self.policy.optim:
             work = self._comm.all_reduce(wire, self._group)
+            self._handle = Handle(work, None if wire is self.grad_full else lambda: self._take(wire))
+            return
+        part = torch.empty(self.layout.shard_numel, dtype=wire.dtype, device=wire.device)
+        work = self._comm.reduce_scatter(part, wire, self._group)
+        self._handle = Handle(work, lambda: self._take(part))
 
-            def finish() -> None:
-                work.wait()
-                self.grad_full.copy_(wire)
-
-            self._handle = Handle(finish=finish)
+    def _take(self, part: Tensor) -> None:
+        if self._reduced_before:
+            self.grad += part
+        else:
+            self.grad.copy_(part)
+        if self.policy.grad:
+            self._reduced_before = True
+            _free(self.grad_full)
 
     def wait(self) -> None:
-        """Return when `grad_full` holds the sum over data ranks."""
+        """Return when `grad` holds the sum over data ranks of all rounds (below stage 2: of the last one)."""
         self._handle.wait()
         self.phase = Phase.REDUCED
 
     def finish(self) -> None:
-        """After the last backward of a step: every round's reduced gradients are in `grad_full`."""
+        """After the last backward of a step: every round's reduced gradients are in `grad`."""
         self.wait()
-        if self.grad_done is not None:
-            self.grad_full += self.grad_done
-            self.grad_done = None
+        if self._earlier is not None:
+            self.grad += self._earlier
+            self._earlier = None
 
-    def publish(self) -> None:
-        """Show the module what the optimizer made of `master`, and start the next step's accumulation."""
-        if self.master is not self.full:
-            self.full.copy_(self.master)
-        self.phase, self._fresh = Phase.ACCUMULATING, True
+    def own_slice_of_grad(self) -> Tensor:
+        """The reduced gradients that this rank counts in the norm: its slice, whether it holds the rest or not."""
+        return self.grad if self.policy.optim else self.grad_full[self.layout.shard(self._group.index)]
+
+    def publish(self) -> Handle:
+        """Begin to show the module what the optimizer made of `master`, and get ready for the next step's gradients."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.trainable:
+            self.phase, self._fresh, self._reduced_before = Phase.ACCUMULATING, True, False
+        if self.policy.optim and not self.policy.param:
+            return self._comm.all_gather(self.full, self.shard, self._group)
+        return Handle()
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held now, by kind, each memory counted once."""
+        gradients = []
+        if self.trainable:
+            gradients = [self.grad_full, *([self.grad] if self.policy.grad else [])]
+            gradients += [] if self._earlier is None else [self._earlier]
         return {
-            "parameters": [self.full],
-            "masters": [] if self.master is self.full else [self.master],
-            "gradients": [self.grad_full] + ([] if self.grad_done is None else [self.grad_done]),
+            "parameters": [self.full, *([self.shard] if self.policy.param else [])],
+            "masters": [] if self.master is self.shard else [self.master],
+            "gradients": gradients,
         }
+
+
+def _allocate(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def _free(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(0)

@@ -2,7 +2,8 @@
 
 One step, in the order of the calls:
 
-    backward(loss)   gradients land in buckets; on the last micro-batch each full bucket is reduced while backward runs on
+    backward(loss)   gradients land in buckets, and each full bucket is reduced while backward runs on: at stages 0 and 1 on
+                     the last micro-batch, at 2 and 3 (where no rank keeps whole gradients) on every one
     step(lr)         finish what is left → norm and vote (one all-reduce) → unscale, clip and update in the optimizer's
                      own launch (device scalars: the host waits for nothing) → publish
 
@@ -12,66 +13,25 @@ that got no gradient counts as zero, so a rank that skips a branch neither hangs
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
-from dist_train.params.geometry import Piece
+from dist_train.params.geometry import Piece, flat_range_boxes
 from dist_train.zero.bucket import ParamBucket
-from dist_train.zero.layout import ParamSpec, plan_buckets
+from dist_train.zero.layout import ParamSpec, Slot, owned_part, plan_buckets
 from dist_train.zero.norm import clip_factor, sum_of_squares
 from dist_train.zero.policy import Precision, ShardPolicy
+from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
+from dist_train.zero.units import UnitHooks, users_of_parameters
 
-
-@dataclass(frozen=True)
-class FlatSegment:
-    """One optimizer group's run of a bucket: what the optimizer updates, and the gradient it reads."""
-
-    group: str
-    master: Tensor
-    grad: Tensor
-
-
-class BoundOptimizer(Protocol):
-    """An optimizer over flat segments."""
-
-    def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Divide gradients by `grad_scale` and update in place; leave everything untouched where `found_inf` is 1."""
-
-    def moments(self, segment: int) -> dict[str, Tensor]:
-        """State tensors of a segment, each as long as its master."""
-
-    @property
-    def step_count(self) -> Tensor:
-        """Number of updates made, an fp32 scalar that may be written."""
-
-
-class Optimizer(Protocol):
-    """What `dt.AdamW(lr=…)` is: a recipe that becomes an optimizer once the engine knows its segments."""
-
-    @property
-    def lr(self) -> float: ...
-
-    def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer: ...
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did; equal on every rank. Tensors are scalars on the engine's device: reading one waits for the step."""
-
-    grad_norm: Tensor  # global norm before clipping
-    finite: Tensor  # bool: every gradient element on every rank is finite
-    skipped: Tensor  # 1.0 when gradients were not finite, or the step had no weight: nothing was updated
-    weight: Tensor  # Σ over data ranks of the weights given to `step`
-    sums: Tensor  # Σ over data ranks of the sums given to `step`
-    exposed_seconds: float  # how long the host waited for collectives that backward did not hide
+_IN_FLIGHT = 2  # reductions whose gradients are in memory at once, at stages 2 and 3
 
 
 class ZeroEngine:
@@ -83,6 +43,7 @@ class ZeroEngine:
         clip_norm: global norm above which gradients are scaled down; 0 for never.
         bucket_bytes: size of a bucket in the reduce dtype.
         overlap: reduce buckets during backward; off, they are reduced after it. Bits are the same.
+        policy: what is sharded over data ranks (`ShardPolicy.from_stage`).
         group_of: name and parameter → optimizer group; default: `no_decay` for tensors of fewer than two dimensions.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
@@ -105,25 +66,16 @@ class ZeroEngine:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
         self.policy, self.precision = policy or ShardPolicy(), precision or Precision()
         self.clip_norm, self.overlap, self.loss_scale = clip_norm, overlap, 1.0
-        if self.policy.optim:
-            raise ValueError(f"{self.policy}: this engine replicates state over data ranks; use stage=0.")
         self._lr, self._last, self._next = optimizer.lr, True, 0
         self._in_backward = self._pending = self._warned = False
         group_of = group_of or (lambda _name, param: "decay" if param.ndim >= 2 else "no_decay")
-        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        if not params:
+        if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires a gradient: nothing to train.")
         self._prepare_rest()
-        specs = [ParamSpec(n, tuple(p.shape), str(p.dtype), group_of(n, p)) for n, p in params.items()]
-        layouts = plan_buckets(specs, bucket_bytes, self.precision.reduce.itemsize, mesh.data.size)
-        self.buckets = [
-            ParamBucket(layout, [params[s.name] for s in layout.slots], self.precision, mesh.data, self.comm, self._completed)
-            for layout in layouts
-        ]
-        self._segments = [(bucket, segment) for bucket in self.buckets for segment in bucket.layout.segments]
-        self._optimizer = optimizer.bind(
-            [FlatSegment(s.group, b.master[s.start : s.stop], b.grad_full[s.start : s.stop]) for b, s in self._segments]
-        )
+        needed = self._make_buckets(group_of, bucket_bytes)
+        self._units = UnitHooks(module, needed)
+        self._segments = [(b, segment, owned_part(segment, b.owned)) for b in self.buckets for segment in b.layout.segments]
+        self._optimizer = optimizer.bind([FlatSegment(s.group, b.master[at], b.grad[at]) for b, s, at in self._segments])
         self._device = self.buckets[0].full.device
 
     def _prepare_rest(self) -> None:
@@ -136,8 +88,37 @@ class ZeroEngine:
         for buffer in self.module.buffers():
             self.comm.broadcast(buffer, self.mesh.data).wait()
 
+    def _make_buckets(self, group_of: Callable[[str, nn.Parameter], str], size: float) -> dict[str, list[ParamBucket]]:
+        """Make the buckets: by size, or at stage 3 one for each unit. Returns what each unit must gather, by its name."""
+        params = dict(self.module.named_parameters())
+
+        def make(names: Sequence[str], size: float) -> list[ParamBucket]:
+            specs = [ParamSpec(n, tuple(params[n].shape), str(params[n].dtype), group_of(n, params[n])) for n in names]
+            layouts = plan_buckets(specs, size, self.precision.reduce.itemsize, self.mesh.data.size)
+            fixed = self.policy, self.precision, self.mesh.data, self.comm, self._completed
+            return [ParamBucket(layout, [params[slot.name] for slot in layout.slots], *fixed) for layout in layouts]
+
+        trained = [name for name, param in params.items() if param.requires_grad]
+        self.frozen: list[ParamBucket] = []
+        if not self.policy.param:
+            self.buckets = make(trained, size)
+            return {}
+        users = users_of_parameters(self.module)
+        needed: dict[str, list[ParamBucket]] = {unit: [] for names in users.values() for unit in names}
+        self.buckets = []
+        for unit in needed:
+            mine = [name for name, param in params.items() if users[param][0] == unit]
+            found = make([name for name in mine if params[name].requires_grad], math.inf)
+            self.buckets[:0] = found  # backward completes units in the reverse of their registration
+            resting = make([name for name in mine if not params[name].requires_grad], math.inf)
+            self.frozen += resting
+            for bucket in found + resting:
+                for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
+                    needed[user].append(bucket)
+        return needed
+
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Backward of one micro-batch. `last=False` says that more follow before `step`: their sum is then reduced once."""
+        """Backward of one micro-batch. `last=False`: more follow before `step`, and stages 0 and 1 reduce only their sum."""
         for bucket in self.buckets:
             bucket.begin()
         self._last, self._next, self._in_backward, self._pending = last, 0, True, True
@@ -149,20 +130,30 @@ class ZeroEngine:
         if unused and not self._warned:
             self._warned = True
             warnings.warn(f"no gradient in this backward, counted as zero: {', '.join(unused[:8])}", stacklevel=2)
-        if last:
+        if self._reduces_now:
             self._reduce_rest()
+        self._units.end_backward()
 
-    def _completed(self, _bucket: ParamBucket) -> None:
+    @property
+    def _reduces_now(self) -> bool:
+        return self._last or self.policy.grad
+
+    def _completed(self, bucket: ParamBucket) -> None:
         if not self._in_backward:
             raise RuntimeError("loss.backward() was called on a module that an engine trains: call engine.backward(loss).")
-        while self.overlap and self._last and self._next < len(self.buckets) and self.buckets[self._next].is_complete:
-            self.buckets[self._next].reduce()
-            self._next += 1
+        self._units.done(bucket)
+        while self.overlap and self._reduces_now and self._next < len(self.buckets) and self.buckets[self._next].is_complete:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self.buckets[self._next].reduce()
+        if self.policy.grad and self._next >= _IN_FLIGHT:
+            self.buckets[self._next - _IN_FLIGHT].wait()  # gives the memory of its grad_full back
+        self._next += 1
 
     def _reduce_rest(self) -> None:
-        for bucket in self.buckets[self._next :]:
-            bucket.reduce()
-        self._next = len(self.buckets)
+        while self._next < len(self.buckets):
+            self._reduce_next()
 
     def step(self, lr: float | None = None, weight: Tensor | float = 1.0, sums: Sequence[Tensor | float] = ()) -> StepReport:
         """Reduce what is left, clip, update, publish.
@@ -175,14 +166,13 @@ class ZeroEngine:
         if not self._pending:
             raise RuntimeError("step() without a backward() since the last one: there is no gradient to step along.")
         self._pending = False
-        if not self._last:
+        if not self._reduces_now:
             self._reduce_rest()
         started = time.perf_counter()
         for bucket in self.buckets:
             bucket.finish()
         exposed = time.perf_counter() - started
-        mine = self.mesh.data.index
-        squares = sum_of_squares((b.grad_full[b.layout.shard(mine)] for b in self.buckets), self._device)
+        squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device)
         local = [squares, *(torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in (weight, *sums))]
         totals = torch.stack(local)
         self.comm.all_reduce(totals, self.mesh.data).wait()
@@ -194,41 +184,60 @@ class ZeroEngine:
         skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32)
         grad_scale = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, self.clip_norm)).to(torch.float32)
         self._optimizer.step(self._lr if lr is None else lr, grad_scale, skipped)
-        for bucket in self.buckets:
-            bucket.publish()
+        self._publish()
         return StepReport(norm, finite, skipped, totals[1], totals[2:], exposed)
 
+    def _publish(self) -> None:
+        for handle in [bucket.publish() for bucket in self.buckets]:  # all gathers start before the first is waited for
+            handle.wait()
+
     def pieces(self) -> Iterator[Piece]:
-        """Everything a checkpoint holds of this engine, by logical name: `model/<name>`, `optim/<name>/<moment>`, `optim/step`.
+        """What this rank holds for a checkpoint, by logical name: `model/<name>`, `optim/<name>/<moment>`, `optim/step`.
 
         Writing into these tensors and then calling `restored` brings a state back.
         """
-        for index, (bucket, segment) in enumerate(self._segments):
+        for index, (bucket, segment, at) in enumerate(self._segments):
             moments = self._optimizer.moments(index)
+            start = bucket.owned.start
             for slot in segment.slots:
-                at, origin = slice(slot.start - segment.start, slot.stop - segment.start), (0,) * len(slot.shape)
-                weights = bucket.master[slot.start : slot.stop].view(slot.shape)
-                yield Piece(f"model/{slot.name}", weights, slot.shape, origin)
+                yield from _slot_pieces(f"model/{slot.name}", slot, bucket.master, start, bucket.owned)
                 for moment, flat in moments.items():
-                    yield Piece(f"optim/{slot.name}/{moment}", flat[at].view(slot.shape), slot.shape, origin)
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad:
-                yield Piece(f"model/{name}", param.data, tuple(param.shape), (0,) * param.ndim)
+                    yield from _slot_pieces(f"optim/{slot.name}/{moment}", slot, flat, start + at.start, bucket.owned)
+        for bucket in self.frozen:
+            for slot in bucket.layout.slots:
+                yield from _slot_pieces(f"model/{slot.name}", slot, bucket.shard, bucket.owned.start, bucket.owned)
+        if not self.policy.param:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    yield Piece.whole(f"model/{name}", param.data)
         for name, buffer in self.module.named_buffers():
-            yield Piece(f"model/{name}", buffer, tuple(buffer.shape), (0,) * buffer.ndim)
-        yield Piece("optim/step", self._optimizer.step_count, (), ())
+            yield Piece.whole(f"model/{name}", buffer)
+        yield Piece.whole("optim/step", self._optimizer.step_count)
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
-        for bucket in self.buckets:
-            bucket.publish()
+        self._publish()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind (parameters, masters, gradients, moments), counted from the tensors themselves."""
         held: dict[str, int] = {"parameters": 0, "masters": 0, "gradients": 0, "moments": 0}
-        for bucket in self.buckets:
+        for bucket in [*self.buckets, *self.frozen]:
             for kind, tensors in bucket.tensors().items():
                 held[kind] += sum(t.untyped_storage().nbytes() for t in tensors)
+        if not self.policy.param:  # frozen parameters lie outside buckets
+            rest = [param for param in self.module.parameters() if not param.requires_grad]
+            held["parameters"] += sum(param.numel() * param.element_size() for param in rest)
         for index in range(len(self._segments)):
             held["moments"] += sum(t.untyped_storage().nbytes() for t in self._optimizer.moments(index).values())
         return held
+
+
+def _slot_pieces(name: str, slot: Slot, flat: Tensor, origin: int, owned: slice) -> Iterator[Piece]:
+    """The part of a parameter that lies in `owned`, as boxes of it. `flat` begins at element `origin` of the bucket."""
+    start, stop = max(slot.start, owned.start), min(slot.stop, owned.stop)
+    if start == slot.start and stop == slot.stop:
+        yield Piece(name, flat[start - origin : stop - origin].view(slot.shape), slot.shape, (0,) * len(slot.shape))
+    elif start < stop:
+        for box, at in flat_range_boxes(slot.shape, start - slot.start, stop - slot.start):
+            first = start - origin + at
+            yield Piece(name, flat[first : first + box.size].view(box.shape), slot.shape, box.offset)

@@ -12,7 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64  # elements: a shard then never ends inside a vector register, which would change how its tail is rounded
+from dist_train.zero.policy import ShardPolicy
+
+# Elements. Segments and shards begin and end at multiples of it, so an optimizer's vector loop never has a tail: tails round
+# differently, and with other shards other elements would be tails.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The neighbouring slots of a bucket that belong to one optimizer group: its elements `start..stop`."""
+    """The neighbouring slots of a bucket that belong to one optimizer group: its elements `start..stop`, some of them padding."""
 
     group: str
     slots: tuple[Slot, ...]
@@ -79,7 +83,7 @@ def plan_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, itemsize: int,
 
     `specs` come in registration order. A parameter larger than a bucket has one of its own; nothing is ever split.
     """
-    limit = max(1, int(bucket_bytes // itemsize))
+    limit = bucket_bytes / itemsize
     open_: dict[str, list[ParamSpec]] = {}
     done: list[list[ParamSpec]] = []
     for spec in reversed(specs):
@@ -102,23 +106,36 @@ def _lay_out(specs: Sequence[ParamSpec], shards: int) -> BucketLayout:
         for spec in (spec for spec in specs if spec.group == group):
             slots.append(Slot(spec.name, spec.shape, at))
             at = slots[-1].stop
+        at = _round_up(at, ALIGNMENT)
         segments.append(Segment(group, tuple(slots), slots[0].start, at))
-    unit = shards * ALIGNMENT
-    return BucketLayout(specs[0].dtype, tuple(segments), max(1, -(-at // unit)) * unit, shards)
+    return BucketLayout(specs[0].dtype, tuple(segments), _round_up(max(1, at), shards * ALIGNMENT), shards)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def owned_part(segment: Segment, owned: slice) -> slice:
+    """The elements of a segment that lie in `owned`, counted from the start of `owned`; may be empty."""
+    start = min(max(segment.start, owned.start), owned.stop)
+    return slice(start - owned.start, max(start, min(segment.stop, owned.stop)) - owned.start)
 
 
 def state_bytes(
-    layouts: Sequence[BucketLayout], compute: int, grad: int, master: int, moments: int, separate_master: bool
+    layouts: Sequence[BucketLayout], policy: ShardPolicy, index: int, compute: int, grad: int, master: int, moments: int
 ) -> dict[str, int]:
-    """Bytes of state that one rank will hold at stage 0, by kind, before any tensor exists.
+    """Bytes of state that data rank `index` holds between steps, by kind, before any tensor exists.
 
-    `compute`, `grad` and `master` are bytes per element; `moments` counts an optimizer's tensors, kept in the master's dtype.
+    `compute`, `grad` and `master` are bytes per element, `master=0` where the compute dtype is its own master; `moments` is
+    the bytes of all of an optimizer's tensors per element that it updates.
     """
-    padded = sum(layout.numel for layout in layouts)
-    exact = sum(segment.stop - segment.start for layout in layouts for segment in layout.segments)
+    whole = sum(layout.numel for layout in layouts)
+    mine = [layout.shard(index) if policy.optim else slice(0, layout.numel) for layout in layouts]
+    owned = sum(part.stop - part.start for part in mine)
+    updated = [owned_part(segment, part) for b, part in zip(layouts, mine, strict=True) for segment in b.segments]
     return {
-        "parameters": compute * padded,
-        "masters": master * padded if separate_master else 0,
-        "gradients": grad * padded,
-        "moments": master * moments * exact,
+        "parameters": compute * (owned if policy.param else whole),
+        "masters": master * owned,
+        "gradients": grad * (owned if policy.grad else whole),
+        "moments": moments * sum(part.stop - part.start for part in updated),
     }

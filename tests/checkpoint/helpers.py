@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_train.checkpoint import Piece, flat_range_boxes, save
+from dist_train.checkpoint import Piece, save
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
+from dist_train.params.geometry import flat_range_boxes
 
 ODD_SHAPES = {
     "model/embed.weight": (53, 6),  # sizes that no number of ranks divides

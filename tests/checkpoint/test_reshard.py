@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_train.checkpoint.reshard import flat_range_boxes, intersect, slices, uncovered
-from dist_train.params.geometry import Box
+from dist_train.checkpoint.reshard import intersect, slices, uncovered
+from dist_train.params.geometry import Box, flat_range_boxes
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

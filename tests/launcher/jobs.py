@@ -57,6 +57,12 @@ class Job:
             time.sleep(0.05)
 
 
+def _as_from_a_terminal() -> None:
+    """nohup and background shells hand ignored signals down to the tests, which are not what a launcher should inherit here."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def job(folder: Path, *arguments: str, env: dict[str, str | None] | None = None) -> Iterator[Job]:
     """`dist-train ARGUMENTS…` in this folder; None in `env` takes a variable away. Whatever is left of it is killed."""
@@ -71,8 +77,9 @@ def job(folder: Path, *arguments: str, env: dict[str, str | None] | None = None)
     output = folder / f"output_{mark}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [*CLI, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-        )
+            [*CLI, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            preexec_fn=_as_from_a_terminal,
+        )  # fmt: skip
     running = Job(process, output, mark)
     try:
         yield running

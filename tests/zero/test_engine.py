@@ -296,7 +296,7 @@ def test_traffic_is_one_all_reduce_of_the_parameters_and_one_of_scalars(ranks, m
         scalars = 2 * 8 * 2 * (ranks - 1) / ranks  # sum of squares and weight, fp64
         sent = per_step["all_reduce/dp"]["bytes"] - scalars
         assert sent == pytest.approx(2 * 4 * padded * (ranks - 1) / ranks, abs=buckets)
-        assert parameters <= padded <= parameters + buckets * ranks * 64
+        assert parameters <= padded <= parameters + buckets * (ranks + 2) * 64
 
 
 def test_held_bytes_are_the_arithmetic_of_the_precision():
@@ -305,8 +305,9 @@ def test_held_bytes_are_the_arithmetic_of_the_precision():
     precision = Precision(compute=torch.bfloat16, grad=torch.bfloat16, reduce=torch.bfloat16)
     engine = ZeroEngine(model, dt.AdamW(), ParallelMesh.single(), precision=precision)
     padded = engine.buckets[0].layout.numel
-    assert engine.held_bytes() == {"parameters": 2 * padded, "masters": 4 * padded, "gradients": 2 * padded, "moments": 8 * count}
-    assert padded - count < 64
+    expected = {"parameters": 2, "masters": 4, "gradients": 2, "moments": 8}
+    assert engine.held_bytes() == {kind: each * padded for kind, each in expected.items()}
+    assert padded - count < 2 * 64
 
 
 def _seeds_differ(mesh, comm):

@@ -1,0 +1,137 @@
+"""Which module needs which buckets, and when: the order of gathers and releases at stage 3.
+
+A *unit* is a module whose parameters are gathered together: each element of an outermost `nn.ModuleList` (a transformer's
+blocks), and otherwise each module that holds parameters itself. Hooks on the unit gather its buckets before its forward and
+before its backward. After its forward they are released; after its backward the engine releases each bucket when its last
+gradient has landed. The order of use is recorded, and a pass that follows it has the next unit's gather started before
+it waits for its own.
+
+A tied parameter lies in the bucket of the first unit that holds it and is gathered for the other one as well. Recompute runs
+forward hooks in the middle of a backward; a bucket that backward still needs (`_in_backward`) is not released by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dist_train.zero.bucket import ParamBucket, Residence
+
+# Containers are never called, so no hook of theirs ever runs: what they hold belongs to the module around them.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# These read the parameters of their children without calling them.
+_WHOLE = (nn.MultiheadAttention,)
+
+
+def users_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """For each parameter the qualified names of the units that use it, the first being the one whose bucket holds it.
+
+    Units come in order of registration.
+    """
+    users: dict[nn.Parameter, list[str]] = {}
+
+    def walk(part: nn.Module, name: str, unit: str, inside: bool) -> None:
+        if not inside and not isinstance(part, _CONTAINERS):
+            unit = name
+        for param in part.parameters(recurse=False):
+            if unit not in users.setdefault(param, []):
+                users[param].append(unit)
+        for key, child in part.named_children():
+            block = isinstance(part, nn.ModuleList) and not isinstance(child, _CONTAINERS)
+            path = f"{name}.{key}" if name else key
+            whole = block or isinstance(child, _WHOLE)
+            walk(child, path, path if whole and not inside else unit, inside or whole)
+
+    walk(module, "", "", False)
+    return users
+
+
+@dataclass
+class _Unit:
+    module: nn.Module
+    buckets: list[ParamBucket] = field(default_factory=list)
+
+
+class UnitHooks:
+    """Gathers and releases the buckets of units as a module runs."""
+
+    def __init__(self, module: nn.Module, buckets: dict[str, list[ParamBucket]]) -> None:
+        """`buckets`: what each unit needs, by its qualified name in `module`."""
+        self._units = [_Unit(module.get_submodule(name), needed) for name, needed in buckets.items()]
+        self._order: list[int] = []  # units in the order of the last whole forward
+        self._running: list[int] = []  # the forward that runs now
+        self._in_backward: set[ParamBucket] = set()
+        module.register_forward_pre_hook(lambda _module, _inputs: self._start())
+        for index, unit in enumerate(self._units):
+            unit.module.register_forward_pre_hook(self._before_forward(index))
+            unit.module.register_forward_hook(self._after_forward(index))
+
+    def _start(self) -> None:
+        """A forward of the whole module begins: what the last one did is what to expect."""
+        if self._running and not self._in_backward:
+            self._order, self._running = self._running, []
+            self._release_all()
+
+    def _gather(self, index: int, then: int | None) -> None:
+        for at in (index, then):
+            if at is not None:
+                for bucket in self._units[at].buckets:
+                    bucket.gather()
+        for bucket in self._units[index].buckets:
+            bucket.ensure_full()
+
+    def _before_forward(self, index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            if self._in_backward:  # recompute: nothing new to record, and no order to follow
+                return self._gather(index, None)
+            place = len(self._running)
+            self._running.append(index)
+            expected = self._order[place : place + 2]
+            return self._gather(index, expected[1] if len(expected) == 2 and expected[0] == index else None)
+
+        return hook
+
+    def _after_forward(self, index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for bucket in self._units[index].buckets:
+                if bucket not in self._in_backward:
+                    bucket.release()
+            if torch.is_grad_enabled() and not self._in_backward:
+                place = len(self._running) - 1
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(self._before_backward(index, place))
+
+        return hook
+
+    def _before_backward(self, index: int, place: int) -> Callable[[Tensor], None]:
+        def hook(_grad: Tensor) -> None:
+            order = self._running or self._order
+            before = order[place - 1] if 0 < place <= len(order) else None
+            self._in_backward.update(self._units[index].buckets)
+            self._gather(index, before)
+
+        return hook
+
+    def done(self, bucket: ParamBucket) -> None:
+        """The bucket's last gradient has landed: backward needs its parameters no more."""
+        self._in_backward.discard(bucket)
+        bucket.release()
+
+    def end_backward(self) -> None:
+        """Release what no gradient released: frozen and unused parameters, and what was gathered ahead in vain."""
+        self._in_backward.clear()
+        self._order, self._running = self._running or self._order, []
+        self._release_all()
+
+    def _release_all(self) -> None:
+        for unit in self._units:
+            for bucket in unit.buckets:
+                if bucket.residence is Residence.GATHERING:
+                    bucket.ensure_full()
+                bucket.release()

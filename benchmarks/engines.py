@@ -1,6 +1,6 @@
 """Engines side by side: the same model, data, optimizer and threads, interleaved round by round in one run.
 
-    python benchmarks/engines.py [--ranks 2] [--rounds 15] [--steps 4] [--models light,heavy] [--clip 1.0]
+    python benchmarks/engines.py [--ranks 2] [--rounds 15] [--steps 4] [--models light,heavy] [--engines ddp,stage0]
 
 Machines are shared and noisy, so only ratios within a round mean anything: in each round every engine takes the same steps,
 in an order that rotates, and its wall and CPU seconds are divided by those of DDP in that round. The table gives the median
@@ -24,7 +24,7 @@ SHAPES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 LIGHT = dict(zip(SHAPES, (48, 64, 2, 2, 128, 256), strict=True))  # little to compute: shows what an engine adds to each layer
 HEAVY = dict(zip(SHAPES, (6, 512, 8, 8, 1376, 512), strict=True))
 MODELS = {"light": (LIGHT, 16, 2), "heavy": (HEAVY, 128, 4)}  # model, tokens per row, rows per rank
-ENGINES = ("plain", "ddp", "native")
+ENGINES = ("plain", "ddp", "fsdp2", "stage0", "stage1", "stage2", "stage3")  # stage0 to stage3 are ours
 LR = 1e-5  # small: AdamW amplifies the last bit of a small gradient, and losses are to be compared over many steps
 LIMIT = 1e-5  # relative difference of losses
 
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=4, help="steps of one engine in one round")
     parser.add_argument("--models", default="light,heavy")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="must name ddp, to which all are compared")
     parser.add_argument("--clip", type=float, default=1.0, help="global norm to clip at, in every engine; 0: none")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
@@ -68,14 +69,15 @@ def compare(name, mesh, arguments):  # type: ignore[no-untyped-def]
 
     shape, seq_len, rows = MODELS[name]
     config = compose([f"train.seq_len={seq_len}", *(f"model.{key}={value}" for key, value in shape.items())])
-    engines = {engine: make(engine, config, rows, mesh, arguments.clip) for engine in ENGINES}
-    wall: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    cpu: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    names = tuple(arguments.engines.split(","))
+    engines = {engine: make(engine, config, rows, mesh, arguments.clip) for engine in names}
+    wall: dict[str, list[float]] = {engine: [] for engine in names}
+    cpu: dict[str, list[float]] = {engine: [] for engine in names}
     worst = 0.0
     for round_ in range(arguments.rounds + 1):  # the first warms up
         losses: dict[str, list[float]] = {}
-        shift = round_ % len(ENGINES)
-        for engine in ENGINES[shift:] + ENGINES[:shift]:
+        shift = round_ % len(names)
+        for engine in names[shift:] + names[:shift]:
             barrier(mesh)
             started, busy = time.perf_counter(), time.process_time()
             losses[engine] = [engines[engine].step() for _ in range(arguments.steps)]
@@ -83,11 +85,13 @@ def compare(name, mesh, arguments):  # type: ignore[no-untyped-def]
             if round_:
                 wall[engine].append((time.perf_counter() - started) / arguments.steps)
                 cpu[engine].append((time.process_time() - busy) / arguments.steps)
-        worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses["native"], losses["ddp"], strict=True)))
+        for engine in names:
+            if engine != "plain":
+                worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses[engine], losses["ddp"], strict=True)))
     if worst > LIMIT:
-        raise SystemExit(f"{name}: losses of native and ddp differ by {worst:.2g}")
+        raise SystemExit(f"{name}: losses differ by {worst:.2g}")
     if mesh.is_main:
-        show(name, config, arguments, wall, cpu, {engine: engines[engine].held() for engine in ENGINES}, worst)
+        show(name, config, arguments, wall, cpu, {engine: engines[engine].held() for engine in names}, worst)
     return {"wall_seconds": wall, "cpu_seconds": cpu, "loss_difference": worst}
 
 
@@ -103,8 +107,8 @@ def show(name, config, arguments, wall, cpu, held, worst):  # type: ignore[no-un
     table = Table(title=title, caption=f"{arguments.rounds} rounds × {arguments.steps} steps; losses equal to {worst:.1g}")
     for column in ("engine", "ms/step", "wall ÷ ddp", "CPU ÷ ddp", "CPU µs/layer over plain", "MB held"):
         table.add_column(column, justify="left" if column == "engine" else "right")
-    for engine in ENGINES:
-        over = [(a - b) / layers * 1e6 for a, b in zip(cpu[engine], cpu["plain"], strict=True)]
+    for engine in wall:
+        over = [(a - b) / layers * 1e6 for a, b in zip(cpu[engine], cpu.get("plain", cpu["ddp"]), strict=True)]
         table.add_row(
             engine,
             f"{statistics.median(wall[engine]) * 1e3:.1f}",
@@ -146,8 +150,8 @@ def make(name, config, rows, mesh, clip) -> Engine:  # type: ignore[no-untyped-d
         batch_BT = torch.randint(0, config.model.vocab, (rows, config.train.seq_len + 1), generator=generator)
         return cross_entropy_sum(module(batch_BT[:, :-1]), batch_BT[:, 1:])[0] / tokens
 
-    if name == "native":
-        engine = dt.shard(model, dt.AdamW(lr=LR), mesh, clip_norm=clip)
+    if name.startswith("stage"):
+        engine = dt.shard(model, dt.AdamW(lr=LR), mesh, stage=int(name[-1]), clip_norm=clip)
 
         def native() -> float:
             value = loss(model)
@@ -157,6 +161,14 @@ def make(name, config, rows, mesh, clip) -> Engine:  # type: ignore[no-untyped-d
 
         return Engine(native, lambda: sum(engine.held_bytes().values()))
 
+    if name == "fsdp2":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        device_mesh = DeviceMesh("cpu", list(range(mesh.dp.size)))
+        for block in model.blocks:
+            fully_shard(block, mesh=device_mesh)
+        fully_shard(model, mesh=device_mesh)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -172,7 +184,7 @@ def make(name, config, rows, mesh, clip) -> Engine:  # type: ignore[no-untyped-d
         optimizer.step()
         optimizer.zero_grad()
         mean = value.detach() / mesh.dp.size
-        if name == "ddp":
+        if name != "plain":
             from dist_train.comm.collectives import Collectives
 
             Collectives().all_reduce(mean, mesh.dp).wait()
@@ -180,8 +192,8 @@ def make(name, config, rows, mesh, clip) -> Engine:  # type: ignore[no-untyped-d
 
     def held() -> int:
         state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-        gradients = sum(param.numel() * param.element_size() for param in model.parameters())
-        return sum(t.numel() * t.element_size() for t in [*model.parameters(), *state]) + gradients
+        kept = [getattr(t, "_local_tensor", t) for t in [*model.parameters(), *model.parameters(), *state]]  # and gradients
+        return sum(t.numel() * t.element_size() for t in kept)
 
     return Engine(plain, held)
 

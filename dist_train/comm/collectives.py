@@ -23,20 +23,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Handle:
-    """A collective in flight. `wait` blocks the host (CPU) or the current stream (CUDA) until its tensors are final."""
+    """A collective in flight. `wait` blocks the host (CPU) or the current stream (CUDA) until its tensors are final.
 
-    __slots__ = ("_finish", "_work")
+    `then` runs once when the work is done; where it returns another handle that one is waited for too. `advance` goes only as
+    far as starting it, so that the second halves of several collectives travel at once.
+    """
 
-    def __init__(self, work: Any = None, finish: Callable[[], None] | None = None) -> None:
-        self._work, self._finish = work, finish
+    __slots__ = ("_next", "_then", "_work")
 
-    def wait(self) -> None:
+    def __init__(self, work: Any = None, then: Callable[[], Handle | None] | None = None) -> None:
+        self._work, self._then = work, then
+        self._next: Handle | None = None
+
+    def advance(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        if self._then is not None:
+            then, self._then = self._then, None
+            self._next = then()
+
+    def wait(self) -> None:
+        self.advance()
+        if self._next is not None:
+            self._next.wait()
+            self._next = None
 
 
 class Recorder(Protocol):
@@ -65,18 +76,16 @@ class Collectives:
         part = torch.empty(flat.numel() // group.size, dtype=flat.dtype)
         scattered = _exchange_and_add(part, flat, group)
 
-        def gather() -> None:
+        def gather() -> Handle:
             scattered.wait()
-            _all_gather(flat.view(-1), part, group=group.process_group)
-            if back is not None:
-                back()
+            return Handle(_all_gather(flat.view(-1), part, group=group.process_group, async_op=True), back)
 
-        return Handle(finish=gather)
+        return Handle(then=gather)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Sum `x` (group.size · n elements) over the group; `out` (n elements) receives this rank's slice."""
         if group.size == 1:
-            return Handle(finish=lambda: _write(out, x))
+            return Handle(then=lambda: _write(out, x))
         self._record("reduce_scatter", group, x)
         source = x.contiguous()
         if _is_gloo(group):
@@ -88,7 +97,7 @@ class Collectives:
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """`out` (group.size · n elements) receives every rank's `x` (n elements) in group order; `x` may be a slice of it."""
         if group.size == 1:
-            return Handle(finish=lambda: _write(out, x))
+            return Handle(then=lambda: _write(out, x))
         self._record("all_gather", group, out)
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         work = _all_gather(target, x.contiguous(), group=group.process_group, async_op=True)
@@ -97,7 +106,7 @@ class Collectives:
     def all_to_all(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Slice i of `x` goes to rank i of the group; `out` receives one slice from each, in group order."""
         if group.size == 1:
-            return Handle(finish=lambda: _write(out, x))
+            return Handle(then=lambda: _write(out, x))
         self._record("all_to_all", group, x)
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True)

@@ -58,4 +58,4 @@ class DelayedCollectives(Collectives):
             time.sleep(max(0.0, due - time.monotonic()))
             inner.wait()
 
-        return Handle(finish=finish)
+        return Handle(then=finish)

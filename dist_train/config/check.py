@@ -52,6 +52,7 @@ _CHOICES = {
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
     **dict.fromkeys(("train.steps", "train.global_batch", "train.micro_batch", "launch.nodes"), 1),
+    "shard.replicas": 1,
     **dict.fromkeys(("data.synthetic_documents", "precision.loss_scale_growth_steps", "precision.loss_scale_hysteresis"), 1),
     **dict.fromkeys(("model.vocab", "train.seq_len", "data.synthetic_min_tokens"), 2),
     **{f"train.{key}": 0 for key in ("clip_norm", "z_loss", "eval_every", "eval_batch", "gc_every", "seed")},
@@ -201,6 +202,13 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     if (mesh.dp > 0 and degrees != world_size) or world_size % degrees:
         rule = f"the degrees multiply to {degrees} ranks but there are {world_size}"
         yield Problem("mesh.dp", mesh.dp, rule, f"start {degrees} ranks, or set mesh.dp=-1")
+    data_ranks = world_size // (mesh.pp * mesh.tp)
+    if data_ranks % config.shard.replicas:
+        rule = f"divides the {data_ranks} data ranks"
+        yield Problem("shard.replicas", config.shard.replicas, rule, f"set shard.replicas to a divisor of {data_ranks}")
+    if config.shard.replicas > 1 and config.shard.stage == 0:
+        rule = "at shard.stage=0 every rank is a replica already"
+        yield Problem("shard.replicas", config.shard.replicas, rule, "set shard.stage=1, 2 or 3, or shard.replicas=1")
     if launch.nodes > 1:
         rule = "launch.kind=local starts the ranks of one node"
         yield Problem("launch.nodes", launch.nodes, rule, "run `dist-train train` on each node inside torchrun, srun or mpirun")

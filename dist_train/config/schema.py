@@ -96,7 +96,8 @@ class LaunchConfig:
 @dataclass(frozen=True)
 class ShardConfig:
     engine: str = "native"  # native
-    stage: int = 0  # ZeRO stage
+    stage: int = 0  # ZeRO: 0 replicates all state, 1 shards optimizer state, 2 gradients too, 3 parameters too
+    replicas: int = 1  # data ranks are cut in so many runs of neighbours, and state is sharded inside a run only
     bucket_mb: float = 25.0  # size of a gradient bucket in MB (1e6 bytes) of the reduce dtype
     overlap: bool = True  # reduce each bucket as it fills during backward
     reduce_dtype: str = "fp32"  # fp32 | bf16: what travels on the wire

@@ -88,21 +88,43 @@ class ParallelMesh:
     @classmethod
     def _build(cls, shape: MeshShape, rank: int, device: torch.device, timeout: timedelta | None) -> ParallelMesh:
         def group(name: str, axes: tuple[str, ...]) -> Group:
-            mine = Group(name, (rank,), 0)
-            for ranks in shape.groups(axes):  # new_group is collective: every rank creates every group, in one order
-                handle = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
-                if rank in ranks:
-                    mine = Group(name, ranks, ranks.index(rank), handle)
-            return mine
+            return _join_one(name, shape.groups(axes), rank, timeout)
 
         by_axis = {axis: group(axis, (axis,)) for axis in AXES}
         data = by_axis["dp"] if shape.cp == 1 else group("data", ("dp", "cp"))
         return cls(shape, rank, device, world=group("world", AXES), data=data, **by_axis)
 
+    def split_data(self, replicas: int, timeout_seconds: float = 600.0) -> tuple[Group, Group]:
+        """(shard group, replica group) of this rank: the data ranks as `replicas` runs of neighbours. Collective over the world.
+
+        A shard group is one such run, and stays inside a node where a node holds a run; a replica group joins the ranks that
+        have the same place in every run. Raises ValueError when the runs do not come out equal.
+        """
+        size = self.data.size
+        if replicas == 1:
+            return self.data, Group("replica", (self.rank,), 0)
+        if size % replicas:
+            raise ValueError(f"shard.replicas={replicas}: does not divide the {size} data ranks; set a divisor of {size}.")
+        each, everyone = size // replicas, self.shape.groups(("dp", "cp"))
+        runs = [data[at : at + each] for data in everyone for at in range(0, size, each)]
+        across = [data[at::each] for data in everyone for at in range(each)]
+        timeout = timedelta(seconds=timeout_seconds)
+        return _join_one("shard", runs, self.rank, timeout), _join_one("replica", across, self.rank, timeout)
+
     def close(self) -> None:
         """Leave the process groups. Harmless on a mesh of one rank."""
         if self.world.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _join_one(name: str, groups: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Group:
+    """The group among these that holds `rank`. Creating one is collective: every rank creates all of them, in one order."""
+    mine = Group(name, (rank,), 0)
+    for ranks in groups:
+        handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Group(name, ranks, ranks.index(rank), handle)
+    return mine
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -86,6 +86,7 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
         clip_norm=config.train.clip_norm,
         bucket_bytes=config.shard.bucket_mb * 1e6,
         overlap=config.shard.overlap,
+        replicas=config.shard.replicas,
     )
     rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
 

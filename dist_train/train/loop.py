@@ -129,7 +129,7 @@ class Loop:
         predicted = state_bytes(
             [bucket.layout for bucket in r.engine.buckets],
             r.engine.policy,
-            r.mesh.data.index,
+            r.engine.shards.index,
             compute=compute.itemsize,
             grad=precision.grad.itemsize,
             master=master.itemsize if compute != master else 0,

@@ -1,6 +1,6 @@
 """One flat bucket of parameters: its tensors, where they live, and how gradients pass through it.
 
-Tensors (all flat; N data ranks, S = numel ÷ N; names as everywhere in this package):
+Tensors (all flat; N ranks of the shard group, S = numel ÷ N; names as everywhere in this package):
 
     param       what the module sees: a view into `full`
     full        compute dtype, numel elements: all parameters of the bucket. Kept, or at stage 3 only while FULL
@@ -17,6 +17,9 @@ Residence of `full`: SHARDED (no memory) → GATHERING → FULL. Below stage 3 i
 Phases of a gradient: ACCUMULATING (grad_full holds this rank's own sum) → REDUCING (it belongs to a collective) → REDUCED
 (`grad` holds the sum over ranks). A backward that follows a reduction within one step opens another round, and `grad`
 becomes the sum of all rounds, so it is right however a training loop calls us.
+
+With replicas (`ParallelMesh.split_data`) slices are cut over the shard group alone: gathers and reduce-scatters stay inside
+it, and the reduced slice is then summed over the replica group (HSDP; MiCS, arXiv:2205.00119). Without, that group has size 1.
 """
 
 from __future__ import annotations
@@ -57,14 +60,15 @@ class ParamBucket:
         params: Sequence[nn.Parameter],
         policy: ShardPolicy,
         precision: Precision,
-        group: Group,
+        shards: Group,
+        replicas: Group,
         comm: Collectives,
         complete: Callable[[ParamBucket], None],
     ) -> None:
         self.layout, self.params, self.policy, self.precision = layout, list(params), policy, precision
         self.trainable = self.params[0].requires_grad
-        self._group, self._comm, self._complete = group, comm, complete
-        self.owned = layout.shard(group.index) if policy.optim else slice(0, layout.numel)
+        self._shards, self._replicas, self._comm, self._complete = shards, replicas, comm, complete
+        self.owned = layout.shard(shards.index) if policy.optim else slice(0, layout.numel)
         self._place_parameters()
         if self.trainable:
             self._place_gradients()
@@ -76,7 +80,8 @@ class ParamBucket:
         initial = torch.zeros(self.layout.numel, dtype=wide, device=device)
         for param, view in zip(self.params, self._views(initial), strict=True):
             view.copy_(param.detach())
-        self._comm.broadcast(initial, self._group).wait()
+        self._comm.broadcast(initial, self._shards).wait()
+        self._comm.broadcast(initial, self._replicas).wait()
         self.full = initial.to(compute)
         for param, view in zip(self.params, self._views(self.full), strict=True):
             param.data = view
@@ -115,7 +120,7 @@ class ParamBucket:
         """Start bringing `full` together, unless it is there or on its way."""
         if self.residence is Residence.SHARDED:
             _allocate(self.full)
-            self._gathering = self._comm.all_gather(self.full, self.shard, self._group)
+            self._gathering = self._comm.all_gather(self.full, self.shard, self._shards)
             self.residence = Residence.GATHERING
 
     def ensure_full(self) -> None:
@@ -184,12 +189,12 @@ class ParamBucket:
         self.phase = Phase.REDUCING
         wire = self.grad_full.to(self.precision.reduce)  # itself where the dtypes agree
         if not self.policy.optim:
-            work = self._comm.all_reduce(wire, self._group)
+            work = self._comm.all_reduce(wire, self._shards)
             self._handle = Handle(work, None if wire is self.grad_full else lambda: self._take(wire))
             return
         part = torch.empty(self.layout.shard_numel, dtype=wire.dtype, device=wire.device)
-        work = self._comm.reduce_scatter(part, wire, self._group)
-        self._handle = Handle(work, lambda: self._take(part))
+        inside = self._comm.reduce_scatter(part, wire, self._shards)
+        self._handle = Handle(inside, lambda: Handle(self._comm.all_reduce(part, self._replicas), lambda: self._take(part)))
 
     def _take(self, part: Tensor) -> None:
         if self._reduced_before:
@@ -199,6 +204,10 @@ class ParamBucket:
         if self.policy.grad:
             self._reduced_before = True
             _free(self.grad_full)
+
+    def advance(self) -> None:
+        """Wait for the first leg of a reduction in two and start the second."""
+        self._handle.advance()
 
     def wait(self) -> None:
         """Return when `grad` holds the sum over data ranks of all rounds (below stage 2: of the last one)."""
@@ -213,8 +222,10 @@ class ParamBucket:
             self._earlier = None
 
     def own_slice_of_grad(self) -> Tensor:
-        """The reduced gradients that this rank counts in the norm: its slice, whether it holds the rest or not."""
-        return self.grad if self.policy.optim else self.grad_full[self.layout.shard(self._group.index)]
+        """The reduced gradients that this rank counts in the norm: its slice, even where it holds more; replicas split theirs."""
+        mine = self.grad if self.policy.optim else self.grad_full[self.layout.shard(self._shards.index)]
+        each = -(-mine.numel() // self._replicas.size)
+        return mine[self._replicas.index * each : (self._replicas.index + 1) * each]
 
     def publish(self) -> Handle:
         """Begin to show the module what the optimizer made of `master`, and get ready for the next step's gradients."""
@@ -223,7 +234,7 @@ class ParamBucket:
         if self.trainable:
             self.phase, self._fresh, self._reduced_before = Phase.ACCUMULATING, True, False
         if self.policy.optim and not self.policy.param:
-            return self._comm.all_gather(self.full, self.shard, self._group)
+            return self._comm.all_gather(self.full, self.shard, self._shards)
         return Handle()
 
     def tensors(self) -> dict[str, list[Tensor]]:

@@ -44,6 +44,7 @@ class ZeroEngine:
         bucket_bytes: size of a bucket in the reduce dtype.
         overlap: reduce buckets during backward; off, they are reduced after it. Bits are the same.
         policy: what is sharded over data ranks (`ShardPolicy.from_stage`).
+        replicas: data ranks are cut in so many runs, and state is sharded inside a run only.
         group_of: name and parameter → optimizer group; default: `no_decay` for tensors of fewer than two dimensions.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
@@ -61,6 +62,7 @@ class ZeroEngine:
         clip_norm: float = 0.0,
         bucket_bytes: float = 25e6,
         overlap: bool = True,
+        replicas: int = 1,
         group_of: Callable[[str, nn.Parameter], str] | None = None,
     ) -> None:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
@@ -71,6 +73,9 @@ class ZeroEngine:
         group_of = group_of or (lambda _name, param: "decay" if param.ndim >= 2 else "no_decay")
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires a gradient: nothing to train.")
+        if replicas > 1 and not self.policy.optim:
+            raise ValueError(f"replicas={replicas}: at stage 0 every rank is a replica already; set stage 1 to 3 or replicas=1.")
+        self.shards, self.replicas = mesh.split_data(replicas)
         self._prepare_rest()
         needed = self._make_buckets(group_of, bucket_bytes)
         self._units = UnitHooks(module, needed)
@@ -94,8 +99,8 @@ class ZeroEngine:
 
         def make(names: Sequence[str], size: float) -> list[ParamBucket]:
             specs = [ParamSpec(n, tuple(params[n].shape), str(params[n].dtype), group_of(n, params[n])) for n in names]
-            layouts = plan_buckets(specs, size, self.precision.reduce.itemsize, self.mesh.data.size)
-            fixed = self.policy, self.precision, self.mesh.data, self.comm, self._completed
+            layouts = plan_buckets(specs, size, self.precision.reduce.itemsize, self.shards.size)
+            fixed = self.policy, self.precision, self.shards, self.replicas, self.comm, self._completed
             return [ParamBucket(layout, [params[slot.name] for slot in layout.slots], *fixed) for layout in layouts]
 
         trained = [name for name, param in params.items() if param.requires_grad]
@@ -169,6 +174,8 @@ class ZeroEngine:
         if not self._reduces_now:
             self._reduce_rest()
         started = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.advance()
         for bucket in self.buckets:
             bucket.finish()
         exposed = time.perf_counter() - started

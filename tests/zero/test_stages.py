@@ -229,6 +229,36 @@ def test_U01_memory_between_steps_is_the_arithmetic_of_ZeRO(ranks, stage):
         assert held == predicted
 
 
+def _replicated(mesh, comm, stage, replicas):
+    counter = TrafficCounter()
+    log, whole = train(mesh, Collectives(counter), stage, optimizer="adamw", clip_norm=0.5, replicas=replicas, steps=3)
+    model = toy_model()
+    engine = ZeroEngine(
+        model, dt.AdamW(), mesh, Collectives(counter), policy=ShardPolicy.from_stage(stage), replicas=replicas, bucket_bytes=4000
+    )
+    counter.reset()
+    tokens, labels = toy_batch([5] * 2, seed=mesh.rank)
+    engine.backward(cross_entropy_sum(model(tokens), labels)[0])
+    engine.step()
+    return log, whole, counter.per_step(1), sum(b.layout.numel for b in engine.buckets), engine.held_bytes()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_shard_inside_a_run_and_sum_across_runs(stage):
+    base = run(4, stage=0, optimizer="adamw", clip_norm=0.5)
+    results = run_ranks(4, _replicated, stage, 2)
+    for log, whole, traffic, padded, held in results:
+        torch.testing.assert_close(torch.tensor(log), torch.tensor(base[0]), rtol=1e-6, atol=0)
+        for name, value in base[1].items():
+            torch.testing.assert_close(whole[name], value, rtol=2e-5, atol=1e-6, msg=name)
+        assert 0.8 * 4 * padded < held["moments"] <= 4 * padded  # half of 8 bytes each, as on two ranks
+        gathers = {1: 1, 2: 1, 3: 2}[stage]
+        assert traffic["reduce_scatter/shard"]["bytes"] == 4 * padded / 2
+        assert traffic["all_gather/shard"]["bytes"] == gathers * 4 * padded / 2
+        assert traffic["all_reduce/replica"]["bytes"] == 4 * padded / 2  # 2(R-1)/R of the slice
+        assert "all_reduce/shard" not in traffic and traffic["all_reduce/dp"]["calls"] == 1
+
+
 class Skips(nn.Module):
     """Units of every kind: convolution and batch norm, nested lists, a skip connection, a parameter used outside its module."""
 

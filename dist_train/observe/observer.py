@@ -11,7 +11,7 @@ from dist_train.config.schema import Config
 from dist_train.observe import wandb
 from dist_train.observe.metrics import JsonLines, write_json
 from dist_train.observe.numerics import Repeats, SpikeDetector
-from dist_train.observe.progress import Progress, warn
+from dist_train.observe.progress import Progress, tell
 from dist_train.observe.tensorboard import TensorBoard, verbatim
 
 
@@ -141,8 +141,15 @@ class Observer:
     def warning(self, message: str) -> None:
         """One line on stderr of the main rank, and a text in TensorBoard at the current step."""
         if self._is_main:
-            warn(message)
+            tell(f"warning: {message}")
             self.text("warnings", verbatim(message), self._step)
+
+    def note(self, message: str) -> None:
+        """One line about an ordinary event, among the progress lines of the main rank; on its stderr where there are none."""
+        if self._progress is not None:
+            self._progress.message(message)
+        elif self._is_main:
+            tell(message)
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Close everything and, with a `summary`, write `summary.json`. Again is harmless."""

@@ -95,9 +95,9 @@ class Progress:
         self._console.print(printable(text, self._console.encoding))
 
 
-def warn(text: str) -> None:
+def tell(text: str) -> None:
     """One line on stderr; a live line stays below it (rich redirects stderr while it is shown)."""
-    print(printable(f"warning: {text}", sys.stderr.encoding or "ascii"), file=sys.stderr, flush=True)
+    print(printable(text, sys.stderr.encoding or "ascii"), file=sys.stderr, flush=True)
 
 
 def printable(text: str, encoding: str) -> str:

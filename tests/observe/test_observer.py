@@ -290,3 +290,16 @@ def test_an_absent_tensorboard_is_a_config_error_with_the_install_line(tmp_path,
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"observe\.tensorboard=true needs tensorboard.*pip install tensorboard"):
         Observer(config(), tmp_path, is_main=True)
+
+
+def test_a_note_is_a_plain_line_of_the_main_rank_with_progress_or_without(tmp_path, capsys):
+    observer = Observer(config(tensorboard=False), tmp_path / "shown", is_main=True)
+    observer.note("going on from step 3 \x1b[0m [bold]")
+    observer.close()
+    assert capsys.readouterr() == ("going on from step 3 \\x1b[0m [bold]\n", "")
+    observer = Observer(config(tensorboard=False, progress=False), tmp_path / "quiet", is_main=True)
+    observer.note("going on from step 3 \x1b[0m [bold]")
+    observer.close()
+    assert capsys.readouterr() == ("", "going on from step 3 \\x1b[0m [bold]\n")
+    Observer(config(tensorboard=False), tmp_path, is_main=False).note("not here")
+    assert capsys.readouterr() == ("", "")

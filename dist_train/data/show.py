@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from dist_train.data.rows import IGNORED
@@ -13,7 +14,7 @@ def render_rows(batch: Any, tokenizer: Tokenizer, rows: int = 2, width: int = 40
     """The first rows of a `MicroBatch` or `RowBlock`, decoded, at most `width` characters per document.
 
     Every document is one paragraph: the loss counts the tokens after the first, each predicted from those before it. The
-    mask line has one mark per token: `+` its next token is counted, `.` it is not.
+    mask line has the lengths of its runs, in tokens whose next token is counted or not: `mask: 12 counted, 1 not, 3 counted`.
     """
     tokens, labels, documents = (x[:rows].tolist() for x in (batch.tokens_BT, batch.labels_BT, batch.documents_BT))
     return "\n".join(_row(b, tokens[b], labels[b], documents[b], tokenizer, width) for b in range(len(tokens)))
@@ -31,7 +32,8 @@ def _row(b: int, tokens: Sequence[int], labels: Sequence[int], documents: Sequen
         lines.append(
             f"  document {document}, {len(places)} tokens, {counted} counted: {_shorten(_text(tokens, places, tokenizer), width)}"
         )
-    lines.append("  mask " + "".join("." if label == IGNORED else "+" for label in labels))
+    runs = [(ignored, len([*run])) for ignored, run in groupby(label == IGNORED for label in labels)]
+    lines.append("  mask: " + _shorten(", ".join(f"{length} {'not' if ignored else 'counted'}" for ignored, length in runs), width))
     return "\n".join(lines)
 
 

@@ -145,7 +145,7 @@ def test_the_show_command_prints_rows_with_their_mask(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "row 0: 32 tokens, 32 counted in the loss"
     assert lines[2].endswith(repr(files[0].read_bytes()[:32].decode(errors="replace")))
-    assert lines[3] == "  mask " + "+" * 32
+    assert lines[3] == "  mask: 32 counted"
 
 
 def test_shown_rows_mark_boundaries_and_padding() -> None:
@@ -161,7 +161,7 @@ def test_shown_rows_mark_boundaries_and_padding() -> None:
         "  document 0, 3 tokens, 2 counted: '5 6 7'",
         "  document 1, 2 tokens, 1 counted: '8 9'",
         "  padding, 2 tokens",
-        "  mask ++.+...",
+        "  mask: 2 counted, 1 not, 1 counted, 3 not",
     ]
 
 

@@ -64,11 +64,15 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("observe.sample_tokens", "observe.peak_tflops", "data.eval_fraction", "lr.min_ratio"), 0),
     **{f"optim.{key}": 0 for key in ("beta1", "beta2", "momentum")},
 }
-_BELOW: dict[str, float] = {"model.dropout": 1, "data.eval_fraction": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
+_BELOW: dict[str, float] = {"model.dropout": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
+_AT_MOST: dict[str, float] = {"data.eval_fraction": 0.5}
 _ABOVE_ZERO = (
     *("shard.bucket_mb", "launch.timeout_seconds", "optim.eps"),
     *("model.norm_eps", "model.rope_theta", "precision.loss_scale_min"),
 )
+_PATH_SOURCES = ("text", "jsonl", "parquet", "huggingface", "tokens")
+_FILE_SOURCES = ("text", "jsonl", "parquet")
+_NO_SUCH_FILE = "no such file, folder or glob", "give a path that exists, seen from this folder"
 
 
 def get(config: Config, key: str) -> object:
@@ -95,8 +99,12 @@ def world_size(config: Config, devices: int) -> int:
 def check(config: Config, world_size: int) -> list[Problem]:
     """All problems of this config on `world_size` ranks; empty when it can run."""
     problems = [*_single_values(config)]
-    if not problems:  # the relations below take sane single values for granted
-        problems = [*_model(config), *_data(config), *_batch(config, world_size), *_ranks(config, world_size)]
+    wrong = {problem.key.partition(".")[0] for problem in problems}
+    problems += _data(config)
+    if not wrong & {"model", "train"}:  # these relations divide by single values, which must be sane
+        problems += _model(config)
+    if not wrong & {"train", "mesh", "shard", "launch"}:
+        problems += [*_batch(config, world_size), *_ranks(config, world_size)]
     return problems
 
 
@@ -135,6 +143,10 @@ def _single_values(config: Config) -> Iterator[Problem]:
         value = get(config, key)
         if not value < high:  # type: ignore[operator]
             yield Problem(key, value, f"below {high:g}", f"set a smaller {key}")
+    for key, most in _AT_MOST.items():
+        value = get(config, key)
+        if not value <= most:  # type: ignore[operator]
+            yield Problem(key, value, f"at most {most:g}", f"set {key}={most:g} or less")
     for key in _ABOVE_ZERO:
         value = get(config, key)
         if not value > 0:  # type: ignore[operator]
@@ -170,12 +182,21 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.source in ("text", "jsonl", "parquet", "huggingface", "tokens") and not data.path and not data.blend:
+    if data.source in _PATH_SOURCES and not data.path and not data.blend:
         yield Problem("data.path", '""', f"data={data.source} reads a path", "set data.path=FILE")
     if data.source == "blend" and not data.blend:
         yield Problem("data.blend", "[]", "names at least one source", "set data.blend=[{source: text, path: a.txt, weight: 1}]")
-    if data.source in ("text", "jsonl") and data.path and not _exists(data.path):
-        yield Problem("data.path", data.path, "no such file, folder or glob", "give a path that exists, seen from this folder")
+    if data.source in _FILE_SOURCES and data.path and not _exists(data.path):
+        yield Problem("data.path", data.path, *_NO_SUCH_FILE)
+    for place, item in enumerate(data.blend):
+        values = item if isinstance(item, dict) else {}  # what an item must be is told when it is read
+        source, path, part = values.get("source"), values.get("path", data.path), values.get("eval_fraction", 0.0)
+        if source in _PATH_SOURCES and not path:
+            yield Problem(f"data.blend[{place}].path", '""', f"the source {source} reads a path", "give this item a path")
+        elif source in _FILE_SOURCES and "path" in values and not _exists(str(path)):
+            yield Problem(f"data.blend[{place}].path", path, *_NO_SUCH_FILE)
+        if isinstance(part, (int, float)) and not 0 <= part <= _AT_MOST["data.eval_fraction"]:
+            yield Problem(f"data.blend[{place}].eval_fraction", part, "between 0 and 0.5", "set the part to hold out")
     if data.tokenizer_vocab > config.model.vocab:
         remedy = f"set model.vocab={data.tokenizer_vocab} or a smaller data.tokenizer_vocab"
         yield Problem("data.tokenizer_vocab", data.tokenizer_vocab, f"at most model.vocab={config.model.vocab}", remedy)

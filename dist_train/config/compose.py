@@ -110,6 +110,9 @@ def translate(error: BaseException) -> ConfigError:
         reason = next((t.splitlines()[0] for t in texts[1:] if t), "a value of another type")
         remedy = "Give a value of the type shown by: dist-train train --cfg job"
         return ConfigError(f"{found[1]}={found[2]}: {reason.rstrip('.')}. {remedy}")
+    if found := re.search(r"Error parsing override '([^']*)'", text):
+        example = "dist-train train data=text data.path=book.txt train.steps=200"
+        return ConfigError(f"{found[1]}: not understood; what is to change is given as KEY=VALUE, for example: {example}")
     if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         options = sorted(p.stem for p in (configs_dir() / found[1]).glob("*.yaml"))
         remedy = f"{_nearest(found[2], options)}{found[1]} is one of: {', '.join(options)}."

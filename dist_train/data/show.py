@@ -32,8 +32,8 @@ def _row(b: int, tokens: Sequence[int], labels: Sequence[int], documents: Sequen
         lines.append(
             f"  document {document}, {len(places)} tokens, {counted} counted: {_shorten(_text(tokens, places, tokenizer), width)}"
         )
-    runs = [(ignored, len([*run])) for ignored, run in groupby(label == IGNORED for label in labels)]
-    lines.append("  mask: " + _shorten(", ".join(f"{length} {'not' if ignored else 'counted'}" for ignored, length in runs), width))
+    runs = [f"{len([*run])} {word}" for word, run in groupby("not" if label == IGNORED else "counted" for label in labels)]
+    lines.append("  mask: " + _shorten(", ".join(runs), width))
     return "\n".join(lines)
 
 

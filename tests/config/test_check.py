@@ -54,6 +54,7 @@ def test_all_problems_come_at_once():
         ("launch.ranks_per_node=3", "ranks_per_node"),
         ("optim.eps=0", "above 0"),
         ("optim.lr=nan", "at least 0"),
+        ("data.eval_fraction=0.6", "at most 0.5; set data.eval_fraction=0.5 or less"),
         ("data.synthetic_min_tokens=200", "at most data.synthetic_max_tokens"),
         ("data.tokenizer_vocab=5000", "at most model.vocab=4096"),
         ('train.skip_steps=["9-3"]', "ranges of steps"),
@@ -74,6 +75,22 @@ def test_paths_that_are_not_there_are_named():
     assert any("data.path=/nonexistent/file.txt: no such file" in str(p) for p in check(config, 1))
     assert any("data.path" in str(p) for p in check(compose(["data=text"]), 1))
     assert any("tokenizer.json" in str(p) for p in check(compose(["data.tokenizer=nowhere.json"]), 1))
+
+
+def test_what_is_wrong_inside_a_blend_is_named_by_its_place(tmp_path):
+    (tmp_path / "here.txt").write_text("text")
+    first, second = f"{{source: text, path: {tmp_path}/here.txt}}", "{source: jsonl, path: gone.jsonl, eval_fraction: 0.7}"
+    assert problems(f"data.blend=[{first},{second},{{source: synthetic}}]", "data.eval_fraction=0.51", "train.steps=0") == [
+        "train.steps=0: at least 1; set train.steps=1 or more.",
+        "data.eval_fraction=0.51: at most 0.5; set data.eval_fraction=0.5 or less.",
+        "data.blend[1].path=gone.jsonl: no such file, folder or glob; give a path that exists, seen from this folder.",
+        "data.blend[1].eval_fraction=0.7: between 0 and 0.5; set the part to hold out.",
+    ]
+    assert problems(f"data.blend=[{{source: text}},{second},{{source: synthetic}}]") == [
+        'data.blend[0].path="": the source text reads a path; give this item a path.',
+        "data.blend[1].path=gone.jsonl: no such file, folder or glob; give a path that exists, seen from this folder.",
+        "data.blend[1].eval_fraction=0.7: between 0 and 0.5; set the part to hold out.",
+    ]
 
 
 def test_world_size_follows_degrees_and_devices():
@@ -113,7 +130,7 @@ def test_a_written_config_reads_back_equal(tmp_path):
         ("optim=adamx", "Did you mean adam"),
         ("model.layers=abc", "model.layers=abc"),
         ("train.steps=", "train.steps"),
-        ("steps", "steps"),
+        ("steps", "steps: not understood; what is to change is given as KEY=VALUE, for example: dist-train train data=text"),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_answered_with_the_nearest_name(override, words):

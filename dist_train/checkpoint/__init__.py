@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dist_train.checkpoint.folders import logger
 from dist_train.checkpoint.manifest import CheckpointError
 from dist_train.checkpoint.store import find, load, names, prune, read_state, save, verify
 from dist_train.params.geometry import Box, Piece
@@ -12,6 +13,7 @@ __all__ = [
     "Piece",
     "find",
     "load",
+    "logger",
     "names",
     "prune",
     "read_state",

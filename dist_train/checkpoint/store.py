@@ -140,18 +140,23 @@ def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (entry.shape, getattr(torch, entry.dtype)) for name, entry in read_manifest(path).tensors.items()}
 
 
-def find(root: Path, resume: str) -> Path | None:
+def find(root: Path, resume: str, older_than: int | None = None) -> Path | None:
     """The checkpoint that `checkpoint.resume` asks for.
 
-    auto: the newest whole checkpoint of `root` by number, None when there is none. never: None. Otherwise the path of a
-    checkpoint, of a folder of checkpoints or of a run folder, of which the newest whole one is taken. Whole means here: the
-    manifest is intact and every file is there in its size with an intact header; damaged ones are passed over with a
-    warning. Bytes of tensors are checked by `load`. Raises ConfigError when a path leads to no checkpoint.
+    auto: the newest whole checkpoint of `root` by number (of a step below `older_than`), None when there is no checkpoint at
+    all; where there are some and all are damaged, starting over would overwrite them: ConfigError. never: None. Otherwise
+    the path of a checkpoint, of a folder of checkpoints or of a run folder, of which the newest whole one is taken. Whole
+    means here: the manifest is intact and every file is there in its size with an intact header; damaged ones are passed over
+    with a warning. Bytes of tensors are checked by `load`. Raises ConfigError when a path leads to no checkpoint.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        return _newest_whole(Path(root))[0]
+        newest, damage = _newest_whole(Path(root), older_than)
+        if newest is None and damage:
+            remedy = "Mend or move them, or start in another run.dir."
+            raise ConfigError(f"checkpoint.resume=auto: no whole checkpoint in {root} ({'; '.join(damage)}). {remedy}")
+        return newest
     path, damage = Path(resume).expanduser(), []
     if (path / MANIFEST).exists():
         if problems := outline_problems(path):
@@ -309,9 +314,11 @@ def _complaints(check: Callable[[], None]) -> list[str]:
     return []
 
 
-def _newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+def _newest_whole(root: Path, older_than: int | None = None) -> tuple[Path | None, list[str]]:
     damage: list[str] = []
-    for path in reversed(steps(root).values()):
+    for step, path in reversed(steps(root).items()):
+        if older_than is not None and step >= older_than:
+            continue
         problems = outline_problems(path)
         if not problems:
             return path, damage

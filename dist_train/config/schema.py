@@ -142,6 +142,7 @@ class CheckpointConfig:
     every: int = 100  # steps; 0: only at the end and on demand
     keep: int = 2  # newest checkpoints kept; 0: all
     resume: str = "auto"  # auto: the newest whole checkpoint of run.dir, if any | never | path of a checkpoint or run
+    weights_only: bool = False  # take only weights from the path in `resume`: optimizer, step and data begin anew
     same_data: bool = True  # refuse to go on with other data or another tokenizer than the checkpoint was made with
 
 

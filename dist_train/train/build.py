@@ -14,16 +14,15 @@ from dist_train.checkpoint import rng
 from dist_train.comm.collectives import Collectives
 from dist_train.comm.trace import TrafficCounter
 from dist_train.config.check import skipped_steps
-from dist_train.config.compose import ConfigError
 from dist_train.config.schema import Config
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.model.build import build_model
 from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
 from dist_train.optim import SGD, Adam, AdamW
-from dist_train.optim.scaler import LossScale
 from dist_train.remat.policy import apply_remat
 from dist_train.train.requests import Requests
+from dist_train.train.resume import Start, began_at, order, restore
 from dist_train.train.state import TrainState
 from dist_train.zero import DTYPES, Precision, ShardPolicy, ZeroEngine
 from dist_train.zero.protocol import Optimizer
@@ -43,6 +42,7 @@ class Run:
     evaluation: data.EvalBatches
     model: Transformer
     engine: ZeroEngine
+    start: Start | None  # the checkpoint that this process went on from
     state: TrainState
     requests: Requests
     observer: Observer
@@ -54,9 +54,7 @@ class Run:
 
     @property
     def layout(self) -> dict[str, int]:
-        """What must be equal for random streams to go on where they were."""
-        pp, dp, cp, tp = self.mesh.shape.degrees
-        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": self.config.shard.stage}
+        return layout_of(self.config, self.mesh)
 
 
 def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
@@ -89,18 +87,21 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
         replicas=config.shard.replicas,
     )
     rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
-
-    state = TrainState(loss_scale=LossScale.from_config(config.precision))
-    found = _find(run_dir / "checkpoints", config, mesh, comm)
-    if found is not None:
-        state = restore(found, engine, config, mesh, corpus.fingerprint)
+    start, state = restore(config, run_dir / "checkpoints", engine, mesh, comm, layout_of(config, mesh))
     observer = Observer(config, run_dir, mesh.is_main, state.step)
-    if found is not None:
-        observer.warning(f"going on from {found} at step {state.step}")
+    if start is not None:
+        observer.note(f"going on from {start.path} at step {state.step}")
     skipped = skipped_steps(config.train.skip_steps)
     return Run(
-        config, run_dir, mesh, comm, traffic, corpus, batches, evaluation, model, engine, state, requests, observer, skipped
+        config, run_dir, mesh, comm, traffic, corpus, batches, evaluation, model, engine, start, state,
+        requests, observer, skipped,
     )  # fmt: skip
+
+
+def layout_of(config: Config, mesh: ParallelMesh) -> dict[str, int]:
+    """What must be equal for random streams to go on where they were."""
+    pp, dp, cp, tp = mesh.shape.degrees
+    return {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": config.shard.stage}
 
 
 def make_optimizer(config: Config) -> Optimizer:
@@ -123,41 +124,16 @@ def make_precision(config: Config) -> Precision:
 def save_checkpoint(run: Run) -> Path:
     """Write everything that a resume needs; collective over the world. Raises CheckpointError on every rank alike."""
     pieces = [*run.engine.pieces(), *rng.pieces(run.mesh.rank, rng.capture(run.mesh.device))]
-    state: dict[str, Any] = {"train": run.state.to_json(), "layout": run.layout, "data": run.corpus.fingerprint}
+    state: dict[str, Any] = {
+        "train": run.state.to_json(),
+        "layout": run.layout,
+        "data": run.corpus.fingerprint,
+        "order": order(run.config),
+        "optim": run.config.optim.name,
+        "began_at": began_at(run.config),
+    }
     keep, best = run.config.checkpoint.keep, run.state.best_step
     return checkpoint.save(run.checkpoints, run.state.step, pieces, state, run.comm, run.mesh.world, keep, (best,))
-
-
-def restore(path: Path, engine: ZeroEngine, config: Config, mesh: ParallelMesh, fingerprint: str) -> TrainState:
-    """Fill the engine and the random streams from a checkpoint and return its train state."""
-    saved = checkpoint.read_state(path)
-    if config.checkpoint.same_data and saved["data"] != fingerprint:
-        raise ConfigError(
-            f"checkpoint.resume={config.checkpoint.resume}: {path} was made with other data or another tokenizer; "
-            "give the data.* values of that run, or set checkpoint.same_data=false to go on with these."
-        )
-    checkpoint.load(path, engine.pieces())
-    engine.restored()
-    state = TrainState.from_json(saved["train"])
-    pp, dp, cp, tp = mesh.shape.degrees
-    same = saved["layout"] == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": config.shard.stage}
-    rng.resume(path, mesh.rank, same, config.train.seed, state.step, mesh.device)
-    return state
-
-
-def _find(root: Path, config: Config, mesh: ParallelMesh, comm: Collectives) -> Path | None:
-    """The checkpoint to go on from, or the complaint, as rank 0 sees it: ranks that decided alone could differ."""
-    answer: tuple[str | None, str | None] = None, None
-    if mesh.is_main:
-        try:
-            path = checkpoint.find(root, config.checkpoint.resume)
-            answer = None if path is None else str(path), None
-        except ConfigError as error:
-            answer = None, str(error)
-    found, complaint = comm.broadcast_object(answer, mesh.world)
-    if complaint is not None:
-        raise ConfigError(complaint)
-    return None if found is None else Path(found)
 
 
 def _set_determinism(config: Config) -> None:

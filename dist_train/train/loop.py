@@ -28,7 +28,7 @@ class Loop:
     def __init__(self, run: Run) -> None:
         self.r = run
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
-        self.saved_step = run.state.step if run.state.step else -1
+        self.saved_step = run.state.step if run.start is not None and run.start.own else -1
         self.first_step = run.state.step
         self.stopping = False
         self._flops_per_token = flops_per_token(run.config.model, run.config.train.seq_len)
@@ -50,7 +50,8 @@ class Loop:
             if self.saved_step != r.state.step:
                 self._save()
         stopped = self.stopping and r.state.step < config.train.steps
-        r.observer.close(self._summary("preempted" if stopped else "done"))
+        idle = self.saved_step == self.first_step == r.state.step and r.start is not None and r.start.own
+        r.observer.close(None if idle else self._summary("preempted" if stopped else "done"))  # a done run keeps its summary
         return PREEMPTED if stopped else DONE
 
     def _due(self, every: int) -> bool:
@@ -58,15 +59,20 @@ class Loop:
 
     def _start(self) -> None:
         r, started = self.r, time.perf_counter()
+        if not len(r.evaluation):
+            r.observer.note("no held-out text, so there is no evaluation: the corpus is small, or data.eval_fraction=0.")
         first = r.batches.at(r.state.samples)[0]
         r.observer.first_batch(render_rows(first, r.corpus.tokenizer))
         prove_isolation(r.model, first.tokens_BT[0].to(r.mesh.device), r.config.model.vocab)
         r.traffic.reset()
+        r.traffic.active = False
         self.seconds["start"] += time.perf_counter() - started
 
     def _step(self) -> None:
         r, started = self.r, time.perf_counter()
+        r.traffic.active = True  # what a step costs: evaluation and saving are not part of it
         facts = train_step(r)
+        r.traffic.active = False
         if r.config.train.gc_every and r.state.step % r.config.train.gc_every == 0:
             gc.collect()
         elapsed = time.perf_counter() - started
@@ -149,6 +155,7 @@ class Loop:
             "comm": r.traffic.per_step(r.state.step - self.first_step),
             "memory": {"predicted": predicted, "measured": r.engine.held_bytes(), "peak_bytes": peak_bytes(r.mesh.device)},
             "seconds": dict(self.seconds),
+            "measured_steps": [self.first_step + 1, r.state.step],  # those that comm and seconds are of: the last process's
             "run_dir": str(r.run_dir),
         }
 

@@ -50,8 +50,8 @@ def train_step(run: Run) -> StepFacts:
         loss_sum += entropy
 
     asked = run.requests.poll()
-    weight = 0.0 if state.step + 1 in run.skipped_steps else live * scale
-    report = engine.step(lr, weight=weight, sums=(loss_sum, live, asked.stop, asked.save))
+    update = state.step + 1 not in run.skipped_steps
+    report = engine.step(lr, weight=live * scale, sums=(loss_sum, live, asked.stop, asked.save), update=update)
 
     total_loss, total_live, stop, save = report.sums.tolist()  # the one read of the device in a step
     skipped = bool(report.skipped)

@@ -160,13 +160,15 @@ class ZeroEngine:
         while self._next < len(self.buckets):
             self._reduce_next()
 
-    def step(self, lr: float | None = None, weight: Tensor | float = 1.0, sums: Sequence[Tensor | float] = ()) -> StepReport:
+    def step(
+        self, lr: float | None = None, weight: Tensor | float = 1.0, sums: Sequence[Tensor | float] = (), update: bool = True
+    ) -> StepReport:
         """Reduce what is left, clip, update, publish.
 
         The gradient of the step is the sum over micro-batches and data ranks divided by the sum of `weight` over data
         ranks: with the default that is the mean over ranks; with live tokens it is the token-weighted mean. `sums` ride
         along in the same all-reduce and come back added up. A step of weight zero, and one whose gradients hold a value
-        that is not finite, changes nothing on any rank.
+        that is not finite, changes nothing on any rank; nor does one with `update=False`, which all ranks must give alike.
         """
         if not self._pending:
             raise RuntimeError("step() without a backward() since the last one: there is no gradient to step along.")
@@ -188,7 +190,7 @@ class ZeroEngine:
         # In fp32 the norm is the same bits for every bucket size and number of ranks: their fp64 sums differ in the last place.
         norm = (totals[0].sqrt() / scale.clamp(min=torch.finfo(torch.float64).tiny)).to(torch.float32)
         finite = totals[0].isfinite()
-        skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32)
+        skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32) if update else torch.ones_like(norm)
         grad_scale = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, self.clip_norm)).to(torch.float32)
         self._optimizer.step(self._lr if lr is None else lr, grad_scale, skipped)
         self._publish()

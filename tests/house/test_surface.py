@@ -15,7 +15,7 @@ from dist_train.config import compose
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = """
 attention
-checkpoint.every checkpoint.keep checkpoint.resume checkpoint.same_data
+checkpoint.every checkpoint.keep checkpoint.resume checkpoint.same_data checkpoint.weights_only
 data.blend data.cache_dir data.eval_fraction data.max_documents data.path data.shuffle data.source data.split
 data.synthetic_documents data.synthetic_max_tokens data.synthetic_min_tokens data.text_field data.tokenizer
 data.tokenizer_vocab data.workers

@@ -13,7 +13,7 @@ import torch
 from dist_train import checkpoint
 from dist_train.config.compose import ConfigError, dump
 from dist_train.train.main import train
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from tests.toy import toy_config
 
 
@@ -199,6 +199,7 @@ def test_skipped_steps_consume_data_and_change_nothing(tmp_path):
     common = ["train.micro_batch=4", *BATCH, "checkpoint.every=1", "checkpoint.keep=0"]
     assert launch(2, tmp_path / "run", *common, "train.steps=4", 'train.skip_steps=["2-3"]') == 0
     assert [record["skipped"] for record in metrics(tmp_path / "run")] == [False, True, True, False]
+    assert all(0 < record["grad_norm"] < 100 for record in metrics(tmp_path / "run"))
     one, three, four = (saved(tmp_path / "run", step) for step in (1, 3, 4))
     weights = [name for name in one if name.startswith("model/")]
     assert all(torch.equal(one[name], three[name]) for name in weights)
@@ -214,11 +215,84 @@ def test_a_file_asks_for_a_checkpoint(tmp_path):
     assert not (tmp_path / "run" / "save_now").exists()
 
 
-def test_other_data_is_refused_on_resume_unless_asked_for(tmp_path):
+def _check(run_dir, *overrides):
+    from dist_train import data
+    from dist_train.train.resume import check_start
+
+    config = toy_config(*overrides)
+    return check_start(config, data.prepare(config.data), Path(run_dir) / "checkpoints")
+
+
+def test_what_a_run_cannot_go_on_with_is_refused_before_anything_is_touched(tmp_path):
     common = ["train.micro_batch=4", *BATCH]
     assert launch(1, tmp_path / "run", *common, "train.steps=2") == 0
-    with pytest.raises(ConfigError, match="other data"):
-        launch(1, tmp_path / "run", *common, "train.steps=3", "data.synthetic_documents=100")
+    run = tmp_path / "run"
+    assert _check(run, *common, "train.steps=3").step == 2
+    for override, words in [
+        ("data.synthetic_documents=100", "other data"),
+        ("train.seed=5", "the order"),
+        ("train.seq_len=16", "the order"),
+        ("model.hidden=32", "model.hidden|has shape"),
+        ("model.layers=3", "no such parameter"),
+        ("optim=adamw", "set optim=sgd"),
+        ("train.steps=1", "further already"),
+        (f"checkpoint.resume={tmp_path / 'nowhere'}", "no checkpoint there"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            _check(run, *common, "train.steps=3", override)
+    assert _check(run, *common, "train.steps=3", "train.seed=5", "checkpoint.same_data=false").step == 2
+    assert _check(tmp_path / "new", *common, "train.steps=3") is None
+
+
+def test_a_path_is_where_a_run_begins_and_its_own_progress_wins(tmp_path):
+    common = ["train.micro_batch=4", *BATCH, "checkpoint.keep=0"]
+    assert launch(1, tmp_path / "a", *common, "train.steps=2", "checkpoint.every=1") == 0
+    fork = [*common, f"checkpoint.resume={tmp_path / 'a'}"]
+    assert launch(1, tmp_path / "b", *fork, "train.steps=2") == 0  # nothing to train, but it has a checkpoint of its own
+    assert (tmp_path / "b" / "checkpoints" / "step_00000002" / "manifest.json").exists()
+    assert launch(1, tmp_path / "b", *fork, "train.steps=4") == 0
+    assert launch(1, tmp_path / "b", *fork, "train.steps=6") == 0
+    assert [record["step"] for record in metrics(tmp_path / "b")] == [3, 4, 5, 6]
+    back = [*common, f"checkpoint.resume={tmp_path / 'b' / 'checkpoints' / 'step_00000004'}"]
+    assert launch(1, tmp_path / "b", *back, "train.steps=5") == 0
+    assert launch(1, tmp_path / "b", *back, "train.steps=7") == 0  # goes on from 5, not from 4 again
+    names = sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir())
+    assert names == [f"step_0000000{n}" for n in (2, 4, 5)] + ["step_00000006.left_behind", "step_00000007"]
+    assert [record["step"] for record in metrics(tmp_path / "b")] == [3, 4, 5, 6, 7]
+
+
+def test_F13_weights_alone_begin_a_new_run(tmp_path):
+    common = ["train.micro_batch=4", *BATCH, "precision=bf16"]
+    assert launch(2, tmp_path / "a", *common, "train.steps=2") == 0
+    begin = ["optim=adamw", "checkpoint.weights_only=true", f"checkpoint.resume={tmp_path / 'a'}", "train.seed=7"]
+    assert launch(2, tmp_path / "b", *common, *begin, "optim.lr=0", "train.steps=1", "shard.stage=2") == 0
+    a, b = saved(tmp_path / "a", 2), saved(tmp_path / "b", 1)
+    assert all(torch.equal(a[name], b[name]) for name in a if name.startswith("model/"))
+    assert float(b["optim/step"]) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_F15_a_flipped_byte_in_the_newest_checkpoint_falls_back_to_the_one_before(tmp_path, ranks):
+    common = ["train.micro_batch=4", *BATCH[:2], "train.steps=4", "checkpoint.every=2", "checkpoint.keep=0"]
+    assert launch(ranks, tmp_path / "run", *common) == 0
+    before = metrics(tmp_path / "run")
+    for step in (4, 2):
+        path = tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / f"rank_{ranks - 1:05d}.safetensors"
+        damaged = bytearray(path.read_bytes())
+        damaged[-40] ^= 1
+        path.write_bytes(damaged)
+        if step == 4:
+            assert launch(ranks, tmp_path / "run", *common) == 0
+            assert [record["loss"] for record in metrics(tmp_path / "run")] == [record["loss"] for record in before]
+            path.write_bytes(damaged)
+    with pytest.raises((ConfigError, RankFailure), match=r"safetensors"):
+        launch(ranks, tmp_path / "run", *common)
+    assert metrics(tmp_path / "run") != []
+
+
+def test_other_data_is_accepted_when_asked_for(tmp_path):
+    common = ["train.micro_batch=4", *BATCH]
+    assert launch(1, tmp_path / "run", *common, "train.steps=2") == 0
     more = ["train.steps=3", "data.synthetic_documents=100", "checkpoint.same_data=false"]
     assert launch(1, tmp_path / "run", *common, *more) == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]

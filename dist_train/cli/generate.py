@@ -22,6 +22,7 @@ EXAMPLES = """examples
 def main(argv: list[str]) -> int:
     """Print prompt and continuation; notes go to stderr. Raises ConfigError (also CheckpointError, one of its kind)."""
     options = _parser().parse_args(argv)
+    _check(options)
 
     from dist_train.config.compose import load
     from dist_train.data.tokenizer import Tokenizer
@@ -55,6 +56,24 @@ def load_model(config: Config, run_dir: Path, device: torch.device) -> tuple[Tra
     model.tie()
     load(path, [Piece.whole(f"model/{name}", parameter) for name, parameter in model.named_parameters()])
     return model.to(device), path
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what could never be generated, before a model is loaded. Raises ConfigError."""
+    from dist_train.config.compose import ConfigError
+
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt {options.prompt!a}: is not UTF-8; give text in UTF-8.") from None
+    if options.tokens < 0:
+        raise ConfigError(f"--tokens {options.tokens}: cannot be negative; give how many new tokens there may be.")
+    if not 0.0 <= options.temperature < float("inf"):
+        raise ConfigError(f"--temperature {options.temperature:g}: must be 0 (the likeliest token) or a number above it.")
+    if not 0.0 < options.top_p <= 1.0:
+        raise ConfigError(f"--top-p {options.top_p:g}: must be above 0 and at most 1, which keeps every token.")
+    if not 0 <= options.seed < 2**64:
+        raise ConfigError(f"--seed {options.seed}: must be between 0 and 2^64 - 1.")
 
 
 def _run_folder(text: str) -> Path:

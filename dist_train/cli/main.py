@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
+import select
 import sys
 
 from dist_train import __version__
@@ -16,12 +18,37 @@ COMMANDS = {
     "check": ("dist_train.cli.check", "show what a configuration holds before it runs"),
     "generate": ("dist_train.cli.generate", "write text from a trained run"),
 }
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT, INTERRUPTED, NOBODY_READS = 2, 130, 141  # 130 and 141: as if SIGINT or SIGPIPE had ended the command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for what the user can put right (said in one message), 130 for Ctrl-C."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run a command and return its exit code: 2 for what the user can put right (said in one message), 130 for Ctrl-C.
+
+    141, without a word, when whoever read the output has gone (`dist-train … | head`).
+    """
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it can still be answered for, and not while the interpreter ends
+    except BrokenPipeError:
+        closed = [number for number in (1, 2) if _nobody_reads(number)]
+        if not closed:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in closed:  # what is left in the buffers goes there
+            os.dup2(nowhere, number)
+        return NOBODY_READS
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import io
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,6 +19,7 @@ from dist_train.config import check, compose
 from dist_train.config.compose import ConfigError
 from dist_train.config.schema import Config
 from dist_train.launcher import environment, folder
+from dist_train.launcher.lock import FolderLock
 from dist_train.launcher.report import OK, PREEMPTED
 
 _MULTIRUN = ("-m", "--multirun")
@@ -33,13 +38,16 @@ def main(argv: list[str]) -> int:
         if any(result != OK for result in outcome):
             return
         try:
-            outcome.append(train(compose.to_config(node)))
+            outcome.append(train(_for_this_job(compose.to_config(node))))
         except ConfigError as error:
             outcome.append(error)
 
     with _hydra_arguments(argv):
+        _refuse_options()
         try:
             job()
+        except BrokenPipeError:
+            raise
         except Exception as error:
             raise compose.translate(error) from error
     for result in outcome:
@@ -48,6 +56,18 @@ def main(argv: list[str]) -> int:
         if result != OK:
             return result
     return OK
+
+
+def _for_this_job(config: Config) -> Config:
+    """Jobs of a multirun must not go on from each other: in a given `run.dir` each has the subfolder of its number."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN or not config.run.dir:
+        return config
+    run = dataclasses.replace(config.run, dir=str(Path(config.run.dir) / str(hydra.job.num)))
+    return dataclasses.replace(config, run=run)
 
 
 def train(config: Config) -> int:
@@ -59,11 +79,20 @@ def train(config: Config) -> int:
         raise ConfigError(f"--multirun: each job starts its own ranks, which it cannot inside {place.by}; run it outside.")
     from dist_train.launcher.join import join
 
-    def prepare() -> Path:
-        check.require(config, place.world_size)
-        return _prepare(config)
+    folders: list[Path] = []  # of rank 0, which alone calls `prepare`
+    with ExitStack() as held:
 
-    return join(place, prepare, config.launch.timeout_seconds)
+        def prepare() -> Path:
+            check.require(config, place.world_size)
+            run_dir, lock = _prepare(config)
+            held.enter_context(lock)
+            folders.append(run_dir)
+            return run_dir
+
+        code = join(place, prepare, config.launch.timeout_seconds)
+    for run_dir in folders:
+        _tell_end(config, run_dir, code)
+    return code
 
 
 def _start(config: Config) -> int:
@@ -73,7 +102,7 @@ def _start(config: Config) -> int:
     world_size = check.world_size(config, _devices(config.launch.device))
     check.require(config, world_size)
     with listen(config.launch.port) as listener:
-        run_dir = _prepare(config)
+        run_dir, lock = _prepare(config)
         job = Job(
             argv=[sys.executable, "-m", "dist_train.launcher.rank", str(run_dir)],
             ranks=world_size,
@@ -81,20 +110,33 @@ def _start(config: Config) -> int:
             tee=False,
             max_restarts=config.launch.max_restarts,
             grace_seconds=config.launch.grace_seconds,
+            held=lock.descriptors,
         )
-        code = run(job, listener)
-    if code == PREEMPTED:
-        print(f"dist-train: stopped after saving; go on with the same command and run.dir={run_dir}", file=sys.stderr)
+        with lock:
+            code = run(job, listener)
+    _tell_end(config, run_dir, code)
     return code
 
 
-def _prepare(config: Config) -> Path:
+def _prepare(config: Config) -> tuple[Path, FolderLock]:
     """What is left to refuse is refused, the data is made ready, and only then does the run folder appear."""
-    folder.refuse_old_run(config)
+    folder.refuse_early(config)
     from dist_train import data
 
     data.prepare(config.data, progress=config.observe.progress)
-    return folder.make_run_folder(config)
+    run_dir, lock = folder.make_run_folder(config)
+    print(f"run folder: {run_dir}", file=sys.stderr, flush=True)
+    return run_dir, lock
+
+
+def _tell_end(config: Config, run_dir: Path, code: int) -> None:
+    if code == OK:
+        near = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+        print(f"finished: {run_dir}  (text from it: dist-train generate {shlex.quote(str(near))})", file=sys.stderr)
+    elif code == PREEMPTED:
+        given = config.run.dir and any(word in sys.argv for word in _MULTIRUN)
+        how = f"; it is in {run_dir}" if given else f" and run.dir={run_dir}"
+        print(f"dist-train: stopped after saving; go on with the same command{how}", file=sys.stderr)
 
 
 def _devices(device: str) -> int:
@@ -104,6 +146,21 @@ def _devices(device: str) -> int:
     if device == "cuda" and count == 0:
         raise ConfigError("launch.device=cuda: torch sees no CUDA device here; set launch.device=cpu or auto.")
     return count
+
+
+def _refuse_options() -> None:
+    """Options that hydra does not know, in one line: it would print all that it knows first. Raises ConfigError."""
+    from hydra._internal.utils import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            parser.parse_args()
+        except SystemExit as end:
+            if not end.code:
+                raise  # --version
+            complaint = said.getvalue().strip().rpartition("error: ")[2]
+            raise ConfigError(f"{complaint}. All options: dist-train train --hydra-help") from None
 
 
 @contextmanager

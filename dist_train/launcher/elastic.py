@@ -33,6 +33,7 @@ class Job:
     `argv`: program and arguments of every rank, byte for byte. `ranks`: on this node. `rendezvous`: host:port of the first
     node when there are several. `port`: where one node's ranks meet; 0 takes a free one. `logs`: folder of the log files;
     None keeps none. `tee`: show every rank's output under its number; otherwise rank 0 has the terminal to itself.
+    `held`: descriptors of locks that stay held until no rank is left, even when the launcher is killed.
     """
 
     argv: list[str]
@@ -46,6 +47,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     grace_seconds: float = 30.0
+    held: tuple[int, ...] = ()
 
 
 def run(job: Job, listener: socket.socket | None = None) -> int:
@@ -91,7 +93,7 @@ def run(job: Job, listener: socket.socket | None = None) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
-        with Reaper() as reaper, Tee(logs, sys.stdout.buffer, sys.stderr.buffer) if job.tee else nullcontext():
+        with Reaper(job.held) as reaper, Tee(logs, sys.stdout.buffer, sys.stderr.buffer) if job.tee else nullcontext():
             agent = Agent(spec, logs, reaper, job.grace_seconds)
             stopped_by = _supervise(agent)
         return _conclude(agent, logs, stopped_by, keeps_logs=job.logs is not None)

@@ -1,7 +1,8 @@
 """Ends what a launcher that was killed leaves behind: the ranks' own children, which no signal to a rank reaches.
 
 The launcher writes the process groups of its ranks to this process, one a line, and `done` when they have ended. When the
-pipe closes before that, the launcher is dead and every group is killed. Standard library only: `python -I -S reaper.py`
+pipe closes before that, the launcher is dead and every group is killed. Locks of the launcher that this process inherited
+are free when it ends, which is when the ranks are gone. Standard library only: `python -I -S reaper.py`
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+_GONE_SECONDS = 10.0  # a killed rank can stay this long in the kernel, which is giving its memory back
+
 
 class Reaper:
-    """The launcher's end of the pipe; a context whose exit says that all ranks have ended."""
+    """The launcher's end of the pipe; a context whose exit says that all ranks have ended. `held`: descriptors to inherit."""
+
+    def __init__(self, held: tuple[int, ...] = ()) -> None:
+        self._held = held
 
     def __enter__(self) -> Reaper:
         command = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=self._held
+        )
         return self
 
     def watch(self, groups: Iterable[int]) -> None:
@@ -57,7 +66,17 @@ def main() -> int:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+    until = time.monotonic() + _GONE_SECONDS
+    while any(map(_runs, groups)) and time.monotonic() < until:
+        time.sleep(0.05)
     return 0
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

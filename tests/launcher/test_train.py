@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -74,9 +75,54 @@ def test_F36_each_job_of_a_multirun_has_a_folder_of_its_own(tmp_path: Path, cach
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("output_")] == ["runs"]
 
 
+def test_jobs_of_a_multirun_in_one_given_folder_have_the_subfolder_of_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[tuple[str | None, float]] = []
+    monkeypatch.setattr("dist_train.cli.train.train", lambda config: seen.append((config.run.dir, config.optim.lr)) or 0)
+    assert main(["train", "-m", "optim.lr=0.1,0.2", "run.dir=sw"]) == 0
+    assert main(["train", "optim.lr=0.3", "run.dir=sw"]) == 0
+    assert seen == [("sw/0", 0.1), ("sw/1", 0.2), ("sw", 0.3)]
+
+
+def test_a_second_command_in_the_folder_of_a_running_one_is_refused(tmp_path: Path, cache: list[str]) -> None:
+    command = ["train", *TOY, *cache, "run.dir=run"]
+    with job(tmp_path, *command, "train.steps=100000") as running:
+        wait_for_steps(running, tmp_path / "run")
+        assert running.text().startswith(f"run folder: {tmp_path / 'run'}\n")
+        before = (tmp_path / "run" / "config.yaml").read_text()
+        code, text = run(tmp_path, *command, "train.steps=3")
+        assert code == 2
+        assert text == (
+            f"dist-train train: run.dir=run: in use by process {running.process.pid} on host {socket.gethostname()}; "
+            "wait for its end, or set another run.dir.\n"
+        )
+        assert (tmp_path / "run" / "config.yaml").read_text() == before
+        running.process.kill()
+        running.wait_until_gone()
+    code, text = run(tmp_path, *command, "train.steps=3", "observe.progress=false")
+    assert code == 0, text
+    assert f"run folder: {tmp_path / 'run'}\n" in text
+    assert text.splitlines()[-1] == f"finished: {tmp_path / 'run'}  (text from it: dist-train generate run)"
+
+
+@pytest.mark.parametrize("command", [["train", "--help"], ["train", "--cfg", "job"], ["launch", "--help"], ["--help"]])
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(tmp_path: Path, command: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # argparse itself swallows the error of an unbuffered write
+    done = subprocess.run([*CLI, *command], cwd=tmp_path, env=env, stdout=writes, stderr=subprocess.PIPE, timeout=60)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--cfg", "bogus"], "invalid choice: 'bogus'"),
+        (["--nope"], "unrecognized arguments: --nope. All options"),
+        (["foo"], "foo: not understood; what is to change is given as KEY=VALUE"),
         (["train.stepz=3"], "Did you mean train.steps?"),
         (["train.steps=many"], "train.steps=many"),
         (["train.steps=0", "optim.lr=-1"], "optim.lr=-1"),
@@ -98,7 +144,7 @@ def test_U08_what_cannot_run_is_refused_with_2_and_leaves_nothing_behind(
     assert main(["train", *TOY, *cache, *arguments]) == 2
     shown = capsys.readouterr().err
     assert words in shown and "Traceback" not in shown
-    assert shown.startswith("dist-train train: ")
+    assert shown.startswith("dist-train train: ") and "usage:" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -168,6 +214,8 @@ def test_F36_ranks_that_another_launcher_started_join_and_share_one_folder(tmp_p
             env = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
             tasks = [stack.enter_context(job(tmp_path, *command, env={**each})) for each in env]
             assert [task.wait(60) for task in tasks] == [0, 0], [task.text() for task in tasks]
+            assert [task.text().count("dist-train generate runs/") for task in tasks] == [1, 0]
+            assert [task.text().count("run folder: ") for task in tasks] == [1, 0]
     (folder,) = (tmp_path / "runs").iterdir()
     assert steps(folder) == [1, 2, 3]
     assert (folder / "logs" / "rank_00001.log").exists()

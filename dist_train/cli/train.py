@@ -122,8 +122,11 @@ def _prepare(config: Config) -> tuple[Path, FolderLock]:
     """What is left to refuse is refused, the data is made ready, and only then does the run folder appear."""
     folder.refuse_early(config)
     from dist_train import data
+    from dist_train.train.resume import check_start
 
-    data.prepare(config.data, progress=config.observe.progress)
+    corpus = data.prepare(config.data, progress=config.observe.progress)
+    data.check_corpus(corpus, config.train)
+    check_start(config, corpus, Path(config.run.dir).expanduser() / "checkpoints" if config.run.dir else None)
     run_dir, lock = folder.make_run_folder(config)
     print(f"run folder: {run_dir}", file=sys.stderr, flush=True)
     return run_dir, lock

@@ -227,3 +227,21 @@ def test_every_joined_rank_ends_with_2_and_one_of_them_says_why(tmp_path: Path) 
     assert "[rank 0] dist-train train: train.global_batch=3" in text
     assert "[rank 1]" not in text
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_cannot_go_on_with_a_run_changes_nothing_of_it(tmp_path: Path, cache: list[str]) -> None:
+    base = [*TOY, *cache, "train.steps=2", "run.dir=run"]
+    code, text = run(tmp_path, "train", *base, seconds=100)
+    assert code == 0, text
+
+
+    def files() -> dict[Path, bytes]:  # the lock names whoever tried last
+        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    for override, words in [("model.hidden=32", "has shape"), ("checkpoint.resume=nowhere", "no checkpoint there")]:
+        code, text = run(tmp_path, "train", *base, override, seconds=60)
+        assert code == 2 and words in text and "Traceback" not in text, text
+    assert files() == before
+    code, text = run(tmp_path, "train", *TOY, *cache, "checkpoint.resume=nowhere", "run.dir=other", seconds=60)
+    assert code == 2 and not (tmp_path / "other").exists(), text

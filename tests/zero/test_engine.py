@@ -103,6 +103,8 @@ def test_F06_unscaling_comes_before_the_norm_and_clipping_acts_on_the_true_norm(
         for log, found in run_ranks(2, train):
             torch.testing.assert_close(torch.tensor(log), torch.tensor(expected_log), rtol=1e-5, atol=0)
             assert_close(found, expected)
+    ((_, loose),) = run_ranks(1, functools.partial(train_toy, live=LIVE, micro=8, steps=3, clip_norm=100 * limit))
+    assert_close(loose, reference_toy(LIVE, 3)[1])  # a norm below the limit is left alone
 
 
 def _timed(mesh, comm, overlap, seed, bucket_bytes):

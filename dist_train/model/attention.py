@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class LayerCache:
-    """Keys and values of the tokens one layer has seen while generating: 2·B·K·capacity·H elements, taken at once."""
+    """Keys and values of the tokens one layer has seen while generating: 2·B·K·capacity·H elements, taken at the first."""
 
-    def __init__(self, rows: int, capacity: int, config: ModelConfig, like: Tensor) -> None:
-        shape = (rows, config.kv_heads, capacity, config.hidden // config.heads)
-        self.keys_BKSH, self.values_BKSH = like.new_empty(shape), like.new_empty(shape)
-        self.length = 0
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
 
     def append(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store T more tokens; views of all S seen so far."""
+        if self.length == 0:  # they know the dtype and the device, which parameters that are sharded or cast do not
+            rows, heads, _, width = k_BKTH.shape
+            self.keys_BKSH, self.values_BKSH = (x.new_empty(rows, heads, self.capacity, width) for x in (k_BKTH, v_BKTH))
         start, self.length = self.length, self.length + k_BKTH.size(2)
         self.keys_BKSH[:, :, start : self.length] = k_BKTH
         self.values_BKSH[:, :, start : self.length] = v_BKTH

@@ -85,8 +85,7 @@ class _Window:
         tokens_1T = torch.tensor([self.tokens[start:]], device=weight.device)
         positions_1T = torch.arange(start, len(self.tokens), device=weight.device)[None]
         if self.cached and not self.caches:
-            config = self.model.config
-            self.caches = [LayerCache(1, self.capacity, config, weight) for _ in range(config.layers)]
+            self.caches = [LayerCache(self.capacity) for _ in self.model.blocks]
         logits_1TV = self.model(tokens_1T, positions_1T, caches=self.caches if self.cached else None)
         self.read = len(self.tokens)
         return logits_1TV[0, -1].float().cpu()

@@ -7,17 +7,14 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import torch
-
 from dist_train.data.show import render_rows
 from dist_train.model.flops import flops_per_token, parameter_count
 from dist_train.observe.flops import peak_flops
 from dist_train.observe.memory import peak_bytes
-from dist_train.train.build import Run, make_precision, save_checkpoint
+from dist_train.train.build import Run, save_checkpoint
 from dist_train.train.evaluate import evaluate, sample_text
 from dist_train.train.start_checks import prove_isolation
 from dist_train.train.step import StepFacts, train_step
-from dist_train.zero.layout import state_bytes
 
 DONE, PREEMPTED = 0, 75
 
@@ -77,7 +74,8 @@ class Loop:
             gc.collect()
         elapsed = time.perf_counter() - started
         self.seconds["train"] += elapsed
-        self.seconds["exposed_communication"] += facts.exposed_seconds
+        if facts.exposed_seconds is not None:
+            self.seconds["exposed_communication"] += facts.exposed_seconds
         r.observer.step(self._record(facts, elapsed))
         self.stopping = self.stopping or facts.stop
         if facts.save:
@@ -130,17 +128,6 @@ class Loop:
 
     def _summary(self, status: str) -> dict[str, Any]:
         r = self.r
-        precision = make_precision(r.config)
-        compute, master = precision.compute or torch.float32, precision.master
-        predicted = state_bytes(
-            [bucket.layout for bucket in r.engine.buckets],
-            r.engine.policy,
-            r.engine.shards.index,
-            compute=compute.itemsize,
-            grad=precision.grad.itemsize,
-            master=master.itemsize if compute != master else 0,
-            moments=master.itemsize * {"sgd": 0, "momentum": 1}.get(r.config.optim.name, 2),
-        )
         return {
             "status": status,
             "final_loss": r.state.loss,
@@ -153,7 +140,11 @@ class Loop:
             "tokens": r.state.tokens,
             "live_tokens": r.state.live_tokens,
             "comm": r.traffic.per_step(r.state.step - self.first_step),
-            "memory": {"predicted": predicted, "measured": r.engine.held_bytes(), "peak_bytes": peak_bytes(r.mesh.device)},
+            "memory": {
+                "predicted": r.engine.predicted_bytes(),
+                "measured": r.engine.held_bytes(),
+                "peak_bytes": peak_bytes(r.mesh.device),
+            },
             "seconds": dict(self.seconds),
             "measured_steps": [self.first_step + 1, r.state.step],  # those that comm and seconds are of: the last process's
             "run_dir": str(r.run_dir),

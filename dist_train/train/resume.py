@@ -14,7 +14,7 @@ from dist_train.config.schema import Config
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.optim.scaler import LossScale
 from dist_train.train.state import TrainState
-from dist_train.zero import ZeroEngine
+from dist_train.zero.protocol import Engine
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def order(config: Config) -> dict[str, Any]:
 
 
 def restore(
-    config: Config, root: Path, engine: ZeroEngine, mesh: ParallelMesh, comm: Collectives, layout: dict[str, int]
+    config: Config, root: Path, engine: Engine, mesh: ParallelMesh, comm: Collectives, layout: dict[str, int]
 ) -> tuple[Start | None, TrainState]:
     """Fill engine and random streams from where the run goes on; collective. A fresh state where there is nothing.
 

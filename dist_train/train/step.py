@@ -28,7 +28,7 @@ class StepFacts:
     live_tokens: int
     stop: bool  # some rank was asked to stop
     save: bool  # some rank was asked for a checkpoint
-    exposed_seconds: float  # time this rank's host waited for communication
+    exposed_seconds: float | None  # time this rank's host waited for communication; None: the engine cannot tell
     input_min: int  # smallest and largest token id of this rank's micro-batches
     input_max: int
 

@@ -18,15 +18,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.params.geometry import Piece, flat_range_boxes
 from dist_train.zero.bucket import ParamBucket
-from dist_train.zero.layout import ParamSpec, Slot, owned_part, plan_buckets
-from dist_train.zero.norm import clip_factor, sum_of_squares
+from dist_train.zero.layout import ParamSpec, Slot, owned_part, plan_buckets, state_bytes
+from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
 from dist_train.zero.units import UnitHooks, users_of_parameters
@@ -182,19 +181,20 @@ class ZeroEngine:
             bucket.finish()
         exposed = time.perf_counter() - started
         squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device)
-        local = [squares, *(torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in (weight, *sums))]
-        totals = torch.stack(local)
-        self.comm.all_reduce(totals, self.mesh.data).wait()
-
-        scale = totals[1] * self.loss_scale
-        # In fp32 the norm is the same bits for every bucket size and number of ranks: their fp64 sums differ in the last place.
-        norm = (totals[0].sqrt() / scale.clamp(min=torch.finfo(torch.float64).tiny)).to(torch.float32)
-        finite = totals[0].isfinite()
-        skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32) if update else torch.ones_like(norm)
-        grad_scale = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, self.clip_norm)).to(torch.float32)
-        self._optimizer.step(self._lr if lr is None else lr, grad_scale, skipped)
+        report, divisor = agree(
+            self.comm,
+            self.mesh.data,
+            squares,
+            weight,
+            sums,
+            carried=self.loss_scale,
+            clip_norm=self.clip_norm,
+            update=update,
+            exposed_seconds=exposed,
+        )
+        self._optimizer.step(self._lr if lr is None else lr, divisor, report.skipped)
         self._publish()
-        return StepReport(norm, finite, skipped, totals[1], totals[2:], exposed)
+        return report
 
     def _publish(self) -> None:
         for handle in [bucket.publish() for bucket in self.buckets]:  # all gathers start before the first is waited for
@@ -239,6 +239,20 @@ class ZeroEngine:
         for index in range(len(self._segments)):
             held["moments"] += sum(t.untyped_storage().nbytes() for t in self._optimizer.moments(index).values())
         return held
+
+    def predicted_bytes(self) -> dict[str, int]:
+        """What `held_bytes` says between steps, from the layouts alone, for a module without frozen parameters."""
+        precision, moments = self.precision, len(self._optimizer.moments(0))
+        compute = precision.compute or self.buckets[0].params[0].dtype
+        return state_bytes(
+            [bucket.layout for bucket in self.buckets],
+            self.policy,
+            self.shards.index,
+            compute=compute.itemsize,
+            grad=precision.grad.itemsize,
+            master=0 if compute == precision.master else precision.master.itemsize,
+            moments=moments * precision.master.itemsize,
+        )
 
 
 def _slot_pieces(name: str, slot: Slot, flat: Tensor, origin: int, owned: slice) -> Iterator[Piece]:

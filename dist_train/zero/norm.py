@@ -7,10 +7,14 @@ finite makes the sum so, on every rank alike, which is the vote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from dist_train.comm.collectives import Collectives
+from dist_train.mesh.mesh import Group
+from dist_train.zero.protocol import StepReport
 
 _CHUNK = 1 << 15  # elements; the fp64 copy of one chunk stays in cache
 
@@ -35,3 +39,31 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     if max_norm <= 0:
         return torch.ones_like(norm)
     return (max_norm / norm).clamp(max=1.0)
+
+
+def agree(
+    comm: Collectives,
+    group: Group,
+    squares: Tensor,
+    weight: Tensor | float,
+    sums: Sequence[Tensor | float],
+    *,
+    carried: float,
+    clip_norm: float,
+    update: bool,
+    exposed_seconds: float | None,
+) -> tuple[StepReport, Tensor]:
+    """One all-reduce of what every rank counted; then the report, and by what the optimizer must divide the gradients.
+
+    `squares`: Σ over the elements that this rank counts. `carried`: the factor by which gradients differ from the sum over
+    micro-batches and ranks, such as the loss scale. `update=False`: the step counts as skipped.
+    """
+    totals = torch.stack([squares, *(torch.as_tensor(x, dtype=torch.float64, device=squares.device) for x in (weight, *sums))])
+    comm.all_reduce(totals, group).wait()
+    scale = totals[1] * carried
+    # In fp32 the norm is the same bits for every bucket size and number of ranks: their fp64 sums differ in the last place.
+    norm = (totals[0].sqrt() / scale.clamp(min=torch.finfo(torch.float64).tiny)).to(torch.float32)
+    finite = totals[0].isfinite()
+    skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32) if update else torch.ones_like(norm)
+    divisor = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, clip_norm)).to(torch.float32)
+    return StepReport(norm, finite, skipped, totals[1], totals[2:], exposed_seconds), divisor

@@ -1,17 +1,22 @@
-"""What the engine and an optimizer know of each other, and what a step reports."""
+"""What a training loop knows of an engine, what an engine and an optimizer know of each other, and what a step reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from dist_train.params.geometry import Piece
 
 
-@dataclass(frozen=True)
+@dataclass
 class FlatSegment:
-    """One optimizer group's run of a bucket, as far as this rank owns it: what is updated, and the gradient to read."""
+    """One optimizer group's run of a bucket, as far as this rank owns it: what is updated, and the gradient to read.
+
+    An engine whose gradients move puts the new one in place before a step.
+    """
 
     group: str
     master: Tensor
@@ -50,4 +55,37 @@ class StepReport:
     skipped: Tensor  # 1.0 when gradients were not finite, or the step had no weight: nothing was updated
     weight: Tensor  # Σ over data ranks of the weights given to `step`
     sums: Tensor  # Σ over data ranks of the sums given to `step`
-    exposed_seconds: float  # how long the host waited for collectives that backward did not hide
+    exposed_seconds: float | None  # how long the host waited for collectives that backward did not hide; None: not known
+
+
+class Engine(Protocol):
+    """What trains a module over data ranks. All engines share one law: gradients of a step are the sum over micro-batches and
+    ranks, divided once by the sum of weights, clipped by the global norm, and dropped by every rank when any is not finite."""
+
+    loss_scale: float  # multiplies every loss before backward, and is divided out again before the norm
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes the loss; its parameters are the engine's."""
+
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """Backward of one micro-batch; `last=False`: more follow before `step`."""
+
+    def step(
+        self, lr: float | None = None, weight: Tensor | float = 1.0, sums: Sequence[Tensor | float] = (), update: bool = True
+    ) -> StepReport:
+        """Update along the gradients since the last step; `weight` and `sums` are added up over ranks.
+
+        Nothing changes on any rank with `update=False`, without weight, or with a gradient that is not finite."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds for a checkpoint: `model/<name>`, `optim/<name>/<moment>`, `optim/step`."""
+
+    def restored(self) -> None:
+        """Take up what was written into the tensors of `pieces`."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors held by kind: parameters, masters, gradients, moments."""
+
+    def predicted_bytes(self) -> dict[str, int] | None:
+        """What `held_bytes` says between steps, from arithmetic; None where an engine cannot tell."""

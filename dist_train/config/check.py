@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dist_train.config.compose import ConfigError
-from dist_train.config.schema import Config
+from dist_train.config.schema import Config, PrecisionConfig, ShardConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ _CHOICES = {
     "data.source": ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "synthetic", "blend"),
     "launch.kind": ("local",),
     "launch.device": ("auto", "cpu", "cuda"),
-    "shard.engine": ("native",),
+    "shard.engine": ("native", "ddp", "fsdp2"),
     "shard.stage": (0, 1, 2, 3),
     "shard.reduce_dtype": ("fp32", "bf16"),
     "precision.compute": ("fp32", "bf16", "fp16"),
@@ -48,6 +48,9 @@ _CHOICES = {
     "mesh.cp": (1,),
     "mesh.tp": (1,),
 }
+
+# Other people's engines: the ZeRO stage that they are, and the keys of `shard` that they read beside it.
+_PEERS = {"ddp": (0, ("bucket_mb",)), "fsdp2": (3, ("reduce_dtype",))}
 
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
@@ -104,7 +107,7 @@ def check(config: Config, world_size: int) -> list[Problem]:
     if not wrong & {"model", "train"}:  # these relations divide by single values, which must be sane
         problems += _model(config)
     if not wrong & {"train", "mesh", "shard", "launch"}:
-        problems += [*_batch(config, world_size), *_ranks(config, world_size)]
+        problems += [*_batch(config, world_size), *_ranks(config, world_size), *_engine(config, world_size)]
     return problems
 
 
@@ -236,6 +239,24 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     if launch.ranks_per_node and launch.ranks_per_node * launch.nodes != world_size:
         rule = f"times launch.nodes={launch.nodes} it is not the {world_size} ranks of the mesh"
         yield Problem("launch.ranks_per_node", launch.ranks_per_node, rule, "leave launch.ranks_per_node=0")
+
+
+def _engine(config: Config, world_size: int) -> Iterator[Problem]:
+    engine = config.shard.engine
+    if engine == "native":
+        return
+    stage, reads = _PEERS[engine]
+    if config.shard.stage != stage:
+        yield Problem("shard.stage", config.shard.stage, f"shard.engine={engine} is stage {stage}", f"set shard.stage={stage}")
+    known = {"engine", "stage", *reads}
+    defaults = {f"shard.{item.name}": item.default for item in fields(ShardConfig) if item.name not in known}
+    defaults |= {f"precision.{item.name}": item.default for item in fields(PrecisionConfig) if item.name in ("grad", "master")}
+    for key, value in defaults.items():
+        if get(config, key) != value:
+            rule, remedy = f"shard.engine={engine} has no such choice", f"set {key}={value}, or shard.engine=native"
+            yield Problem(key, get(config, key), rule, remedy)
+    if world_size == 1:
+        yield Problem("shard.engine", engine, "works over two ranks or more", "set mesh.dp=2, or shard.engine=native")
 
 
 def _exists(pattern: str) -> bool:

@@ -95,7 +95,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class ShardConfig:
-    engine: str = "native"  # native
+    engine: str = "native"  # native | ddp | fsdp2: torch's own data parallelism behind the same recipe, data and checkpoints
     stage: int = 0  # ZeRO: 0 replicates all state, 1 shards optimizer state, 2 gradients too, 3 parameters too
     replicas: int = 1  # data ranks are cut in so many runs of neighbours, and state is sharded inside a run only
     bucket_mb: float = 25.0  # size of a gradient bucket in MB (1e6 bytes) of the reduce dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dist_train.train.requests import Requests
 from dist_train.train.resume import Start, began_at, order, restore
 from dist_train.train.state import TrainState
 from dist_train.zero import DTYPES, Precision, ShardPolicy, ZeroEngine
-from dist_train.zero.protocol import Optimizer
+from dist_train.zero.protocol import Engine, Optimizer
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Run:
     batches: data.TrainBatches
     evaluation: data.EvalBatches
     model: Transformer
-    engine: ZeroEngine
+    engine: Engine
     start: Start | None  # the checkpoint that this process went on from
     state: TrainState
     requests: Requests
@@ -74,18 +75,7 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
 
     model = build_model(config).to(mesh.device)
     apply_remat(model, config.remat)
-    engine = ZeroEngine(
-        model,
-        make_optimizer(config),
-        mesh,
-        comm,
-        policy=ShardPolicy.from_stage(config.shard.stage),
-        precision=make_precision(config),
-        clip_norm=config.train.clip_norm,
-        bucket_bytes=config.shard.bucket_mb * 1e6,
-        overlap=config.shard.overlap,
-        replicas=config.shard.replicas,
-    )
+    engine = _ENGINES[config.shard.engine](config, model, mesh, comm)
     rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
     start, state = restore(config, run_dir / "checkpoints", engine, mesh, comm, layout_of(config, mesh))
     observer = Observer(config, run_dir, mesh.is_main, state.step)
@@ -102,6 +92,42 @@ def layout_of(config: Config, mesh: ParallelMesh) -> dict[str, int]:
     """What must be equal for random streams to go on where they were."""
     pp, dp, cp, tp = mesh.shape.degrees
     return {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "stage": config.shard.stage}
+
+
+def _native(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:
+    return ZeroEngine(
+        model,
+        make_optimizer(config),
+        mesh,
+        comm,
+        policy=ShardPolicy.from_stage(config.shard.stage),
+        precision=make_precision(config),
+        clip_norm=config.train.clip_norm,
+        bucket_bytes=config.shard.bucket_mb * 1e6,
+        overlap=config.shard.overlap,
+        replicas=config.shard.replicas,
+    )
+
+
+def _ddp(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:
+    from dist_train.zero.engines.ddp import DdpEngine
+
+    precision, clip, size = make_precision(config), config.train.clip_norm, config.shard.bucket_mb * 1e6
+    return DdpEngine(model, make_optimizer(config), mesh, comm, precision=precision, clip_norm=clip, bucket_bytes=size)
+
+
+def _fsdp2(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:
+    from dist_train.zero.engines.fsdp2 import Fsdp2Engine
+
+    precision, clip = make_precision(config), config.train.clip_norm
+    return Fsdp2Engine(model, make_optimizer(config), mesh, comm, precision=precision, clip_norm=clip)
+
+
+_ENGINES: dict[str, Callable[[Config, Transformer, ParallelMesh, Collectives], Engine]] = {
+    "native": _native,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+}
 
 
 def make_optimizer(config: Config) -> Optimizer:

@@ -43,6 +43,7 @@ class ParallelMesh:
     cp: Group
     tp: Group
     data: Group
+    timeout: timedelta | None = None  # of every collective on every group
 
     @property
     def is_main(self) -> bool:
@@ -92,9 +93,9 @@ class ParallelMesh:
 
         by_axis = {axis: group(axis, (axis,)) for axis in AXES}
         data = by_axis["dp"] if shape.cp == 1 else group("data", ("dp", "cp"))
-        return cls(shape, rank, device, world=group("world", AXES), data=data, **by_axis)
+        return cls(shape, rank, device, world=group("world", AXES), data=data, timeout=timeout, **by_axis)
 
-    def split_data(self, replicas: int, timeout_seconds: float = 600.0) -> tuple[Group, Group]:
+    def split_data(self, replicas: int) -> tuple[Group, Group]:
         """(shard group, replica group) of this rank: the data ranks as `replicas` runs of neighbours. Collective over the world.
 
         A shard group is one such run, and stays inside a node where a node holds a run; a replica group joins the ranks that
@@ -108,8 +109,7 @@ class ParallelMesh:
         each, everyone = size // replicas, self.shape.groups(("dp", "cp"))
         runs = [data[at : at + each] for data in everyone for at in range(0, size, each)]
         across = [data[at::each] for data in everyone for at in range(each)]
-        timeout = timedelta(seconds=timeout_seconds)
-        return _join_one("shard", runs, self.rank, timeout), _join_one("replica", across, self.rank, timeout)
+        return _join_one("shard", runs, self.rank, self.timeout), _join_one("replica", across, self.rank, self.timeout)
 
     def close(self) -> None:
         """Leave the process groups. Harmless on a mesh of one rank."""

@@ -125,7 +125,7 @@ def test_F21_a_checkpoint_goes_on_with_other_ranks_and_at_another_stage(tmp_path
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_F33_F37_a_signal_to_one_rank_stops_all_at_one_step_with_a_whole_checkpoint(tmp_path, seed):
+def test_F33_F37_U07_a_signal_to_one_rank_stops_all_at_one_step_with_a_whole_checkpoint(tmp_path, seed):
     overrides = ["train.steps=8", "train.micro_batch=2", *BATCH]
     at = (seed % 2, 1 + 2 * seed)
     assert launch(2, tmp_path / "run", *overrides, stop_at=at) == 75

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dist_train as dt
 from dist_train.comm.collectives import Collectives
@@ -97,6 +98,37 @@ def test_low_precision_gives_the_same_bits_at_every_stage(stage, dtype):
 def test_F41_stage_3_with_recompute_and_dropout_is_stage_0_without(remat):
     options = {"micro": 2, "overrides": ("model.dropout=0.3",)}
     assert_equal(run(2, stage=3, remat=remat, **options), run(2, stage=2, remat="none", **options))
+
+
+class Checkpointed(nn.Module):
+    """A user's own recompute: it calls whole units again in the middle of backward, hooks included."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _checkpointed(mesh, comm, stage, early_stop):
+    torch.manual_seed(0)
+    engine = dt.shard(Checkpointed(), dt.SGD(0.1), mesh, stage=stage)
+    with set_checkpoint_early_stop(early_stop):
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+            engine.backward(engine.module(x).square().mean())
+            engine.step()
+    return gathered(engine, mesh, comm)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_recompute_does_not_release_what_backward_still_needs(early_stop):
+    (expected, *_), (found, *_) = run_ranks(2, _checkpointed, 0, early_stop), run_ranks(2, _checkpointed, 3, early_stop)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def _timed(mesh, comm, stage, overlap, seed, bucket_bytes):

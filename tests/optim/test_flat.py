@@ -27,7 +27,7 @@ def model():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_F47_a_recipe_is_torchs_optimizer_with_decay_that_spares_norms_and_biases(name):
+def test_a_recipe_is_torchs_optimizer_with_decay_that_spares_norms_and_biases(name):
     recipe, kind, options = CASES[name]
     ours, theirs = model(), model()
     engine = dt.shard(ours, recipe, ParallelMesh.single(), bucket_bytes=300)

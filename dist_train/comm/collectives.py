@@ -67,8 +67,7 @@ class Collectives:
         if group.size == 1 or x.numel() == 0:
             return Handle()
         self._record("all_reduce", group, x)
-        flat = x if x.is_contiguous() else x.contiguous()
-        back = None if flat is x else lambda: _write(x, flat)
+        flat, back = _in_place(x)
         if op != "sum" or group.size == 2 or not _is_gloo(group) or flat.numel() % group.size:
             return Handle(dist.all_reduce(flat, _OPS[op], group=group.process_group, async_op=True), back)
         # gloo adds in an order of its own. The same slices as in `reduce_scatter`, added in the same order and gathered, take
@@ -90,36 +89,32 @@ class Collectives:
         source = x.contiguous()
         if _is_gloo(group):
             return _exchange_and_add(out, source, group)
-        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        work = _reduce_scatter(target, source, group=group.process_group, async_op=True)
-        return Handle(work, None if target is out else lambda: _write(out, target))
+        target, back = _receiving(out)
+        return Handle(_reduce_scatter(target, source, group=group.process_group, async_op=True), back)
 
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """`out` (group.size · n elements) receives every rank's `x` (n elements) in group order; `x` may be a slice of it."""
         if group.size == 1:
             return Handle(then=lambda: _write(out, x))
         self._record("all_gather", group, out)
-        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        work = _all_gather(target, x.contiguous(), group=group.process_group, async_op=True)
-        return Handle(work, None if target is out else lambda: _write(out, target))
+        target, back = _receiving(out)
+        return Handle(_all_gather(target, x.contiguous(), group=group.process_group, async_op=True), back)
 
     def all_to_all(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Slice i of `x` goes to rank i of the group; `out` receives one slice from each, in group order."""
         if group.size == 1:
             return Handle(then=lambda: _write(out, x))
         self._record("all_to_all", group, x)
-        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        work = dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True)
-        return Handle(work, None if target is out else lambda: _write(out, target))
+        target, back = _receiving(out)
+        return Handle(dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True), back)
 
     def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
         """`x` becomes that of the group's rank `source`, in place."""
         if group.size == 1 or x.numel() == 0:
             return Handle()
         self._record("broadcast", group, x)
-        flat = x if x.is_contiguous() else x.contiguous()
-        work = dist.broadcast(flat, group.ranks[source], group=group.process_group, async_op=True)
-        return Handle(work, None if flat is x else lambda: _write(x, flat))
+        flat, back = _in_place(x)
+        return Handle(dist.broadcast(flat, group.ranks[source], group=group.process_group, async_op=True), back)
 
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has come here."""
@@ -157,6 +152,22 @@ def _exchange_and_add(out: Tensor, x: Tensor, group: Group) -> Handle:
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
     return Handle(work, lambda: _write(out, parts.view(group.size, -1).sum(0)))
+
+
+def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """Contiguous memory with the values of `x` for a collective to change, and how they come back; `x` itself where it can be."""
+    if x.is_contiguous():
+        return x, None
+    flat = x.contiguous()
+    return flat, lambda: _write(x, flat)
+
+
+def _receiving(out: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """Contiguous memory for a result, and how it reaches `out`; `out` itself where it can be."""
+    if out.is_contiguous():
+        return out, None
+    target = torch.empty_like(out, memory_format=torch.contiguous_format)
+    return target, lambda: _write(out, target)
 
 
 def _write(target: Tensor, value: Tensor) -> None:

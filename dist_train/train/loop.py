@@ -34,7 +34,7 @@ class Loop:
 
     def run(self) -> int:
         r, config = self.r, self.r.config
-        with self._collected_between_steps():
+        with _GcOff(config.train.gc_every > 0):
             self._start()
             while r.state.step < config.train.steps and not self.stopping:
                 self._step()
@@ -149,9 +149,6 @@ class Loop:
             "measured_steps": [self.first_step + 1, r.state.step],  # those that comm and seconds are of: the last process's
             "run_dir": str(r.run_dir),
         }
-
-    def _collected_between_steps(self) -> _GcOff:
-        return _GcOff(self.r.config.train.gc_every > 0)
 
 
 class _GcOff:

@@ -82,8 +82,8 @@ def check_start(config: Config, corpus: data.Corpus, root: Path | None) -> Start
             f"optim.name={config.optim.name}: {start.path} holds the state of {saved['optim']}; set optim={saved['optim']}, or "
             "checkpoint.weights_only=true to begin anew from its weights."
         )
-    if start.own and start.step > config.train.steps:
-        rule = f"{start.path} is further already; set train.steps={start.step} or more"
+    if start.own and (step := saved["train"]["step"]) > config.train.steps:
+        rule = f"{start.path} is further already; set train.steps={step} or more"
         raise ConfigError(f"train.steps={config.train.steps}: {rule}.")
     return start
 

@@ -1,7 +1,6 @@
 from setuptools import find_packages, setup
 
 setup(
-    version="0.1.0",
     packages=[*find_packages(include=["dist_train", "dist_train.*"]), "dist_train.configs"],
     package_dir={"dist_train.configs": "configs"},
     package_data={"dist_train.configs": ["*.yaml", "*/*.yaml"]},

@@ -89,7 +89,7 @@ class Collectives:
         source = x.contiguous()
         if _is_gloo(group):
             return _exchange_and_add(out, source, group)
-        target, back = _receiving(out)
+        target, back = receiving(out)
         return Handle(_reduce_scatter(target, source, group=group.process_group, async_op=True), back)
 
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
@@ -97,7 +97,7 @@ class Collectives:
         if group.size == 1:
             return Handle(then=lambda: _write(out, x))
         self._record("all_gather", group, out)
-        target, back = _receiving(out)
+        target, back = receiving(out)
         return Handle(_all_gather(target, x.contiguous(), group=group.process_group, async_op=True), back)
 
     def all_to_all(self, out: Tensor, x: Tensor, group: Group) -> Handle:
@@ -105,7 +105,7 @@ class Collectives:
         if group.size == 1:
             return Handle(then=lambda: _write(out, x))
         self._record("all_to_all", group, x)
-        target, back = _receiving(out)
+        target, back = receiving(out)
         return Handle(dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True), back)
 
     def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
@@ -162,7 +162,7 @@ def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     return flat, lambda: _write(x, flat)
 
 
-def _receiving(out: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+def receiving(out: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """Contiguous memory for a result, and how it reaches `out`; `out` itself where it can be."""
     if out.is_contiguous():
         return out, None

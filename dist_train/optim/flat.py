@@ -9,20 +9,33 @@ A recipe is a value; `bind` makes the optimizer with its state in place, so a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dist_train.zero.layout import ALIGNMENT, FLAT, Cut
 from dist_train.zero.protocol import BoundOptimizer, FlatSegment
 
 Tensors = list[Tensor]
+_Run = tuple[Tensor, Tensor, Tensors, Tensor]  # master, gradient, moments, count of updates
+
+
+class Recipe:
+    """The groups of most optimizers: weight decay spares tensors of fewer than two dimensions."""
+
+    def group(self, name: str, param: Tensor) -> str:
+        return "decay" if param.ndim >= 2 else "no_decay"
+
+    def cut(self, group: str) -> Cut:
+        return FLAT
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Recipe):
     """Adam with decoupled weight decay (arXiv:1711.05101); decay spares the segments of group `no_decay`."""
 
     lr: float = 1e-3
@@ -36,7 +49,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Recipe):
     """Adam (arXiv:1412.6980); weight decay, if any, is added to the gradient."""
 
     lr: float = 1e-3
@@ -50,7 +63,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Recipe):
     """Stochastic gradient descent, with heavy-ball momentum where `momentum` > 0."""
 
     lr: float = 0.1
@@ -62,37 +75,76 @@ class SGD:
 
 
 class _Flat:
-    """What all of them share: masters and gradients by decay group, moments, and one count of updates."""
+    """What all of them share: masters and gradients by decay group, moments, and a count of updates for each parameter.
+
+    All counts of a segment are equal until a parameter is left out of an update; from then on that segment's parameters are
+    launched one by one, each with its own count.
+    """
 
     moment_names: tuple[str, ...] = ()
 
     def __init__(self, segments: Sequence[FlatSegment], weight_decay: float) -> None:
-        self._segments = segments
-        self._moments = [{name: torch.zeros_like(s.master) for name in self.moment_names} for s in segments]
-        self._steps = torch.zeros((), dtype=torch.float32, device=segments[0].master.device)
-        spared = [at for at, segment in enumerate(segments) if segment.group == "no_decay"]
-        decayed = [at for at, segment in enumerate(segments) if segment.group != "no_decay"]
-        self._groups = [(members, decay) for members, decay in ((decayed, weight_decay), (spared, 0.0)) if members]
+        self._segments, self._weight_decay = segments, weight_decay
+        self._moments = [{name: s.zeros(name) for name in self.moment_names} for s in segments]
+        ends = list(itertools.accumulate((len(s.parts) for s in segments), initial=0))
+        self._places = [slice(start, stop) for start, stop in itertools.pairwise(ends)]  # of a segment's counts in `_steps`
+        device = segments[0].master.device if segments else None
+        self._steps = torch.zeros(ends[-1], dtype=torch.float32, device=device)
+        self._step = self._steps.unbind()
+        self._apart: set[int] = set()  # segments whose parameters have different counts
 
-    def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        self._steps += 1 - found_inf
-        for members, decay in self._groups:
-            masters = [self._segments[at].master for at in members]
-            # A kernel reads gradients in the dtype of what it updates; this copies only where they differ.
-            grads = [self._segments[at].grad.to(self._segments[at].master.dtype) for at in members]
-            moments = [[self._moments[at][name] for at in members] for name in self.moment_names]
-            common = {"lr": lr, "weight_decay": decay, "maximize": False, "grad_scale": grad_scale, "found_inf": found_inf}
-            self._launch(masters, grads, moments, common)
+    def step(
+        self, lr: float, grad_scale: Tensor, found_inf: Tensor, segments: range | None = None, idle: Collection[str] = ()
+    ) -> None:
+        chosen = range(len(self._segments)) if segments is None else segments
+        if not chosen:
+            return
+        left_out = {at: [part.slot.name in idle for part in self._segments[at].parts] for at in chosen} if idle else {}
+        self._apart.update(at for at, names in left_out.items() if any(names) and not all(names))
+        counted = self._steps[self._places[chosen[0]].start : self._places[chosen[-1]].stop]
+        counted += 1 - found_inf
+        for at, names in left_out.items():
+            for place, out in enumerate(names, self._places[at].start):
+                if out:
+                    self._step[place].sub_(1 - found_inf)
+        runs: dict[float, list[_Run]] = {}
+        for at in chosen:
+            decay = 0.0 if self._segments[at].group == "no_decay" else self._weight_decay
+            runs.setdefault(decay, []).extend(self._runs(at, left_out.get(at, ())))
+        for decay, found in runs.items():
+            if found:
+                common = {"lr": lr, "weight_decay": decay, "maximize": False, "grad_scale": grad_scale, "found_inf": found_inf}
+                masters, grads, moments, steps = map(list, zip(*found, strict=True))
+                self._launch(masters, grads, moments, steps, common)
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
+    def _runs(self, at: int, left_out: Sequence[bool]) -> Iterator[_Run]:
+        """What of a segment is updated: all of it in one run, or each parameter that got a gradient."""
+        segment, start = self._segments[at], self._places[at].start
+        # A kernel reads gradients in the dtype of what it updates; this copies only where they differ.
+        grad, moments = segment.grad.to(segment.master.dtype), list(self._moments[at].values())
+        if at not in self._apart:
+            if segment.parts and not (left_out and all(left_out)):
+                yield segment.master, grad, moments, self._step[start]
+            return
+        for index, part in enumerate(segment.parts):
+            if not (left_out and left_out[index]):
+                # With the padding behind it, so that vector loops have no tail: the same bits however shards are cut.
+                run = slice(part.at.start, min(segment.master.numel(), -(-part.at.stop // ALIGNMENT) * ALIGNMENT))
+                yield segment.master[run], grad[run], [moment[run] for moment in moments], self._step[start + index]
+
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
+        """Update all runs in one launch. `moments`: for each run, its state in the order of `moment_names`."""
         raise NotImplementedError
 
     def moments(self, segment: int) -> dict[str, Tensor]:
         return self._moments[segment]
 
-    @property
-    def step_count(self) -> Tensor:
-        return self._steps
+    def steps(self, segment: int) -> Tensor:
+        return self._steps[self._places[segment]]
+
+    def restored(self) -> None:
+        counts = self._steps.tolist()
+        self._apart = {at for at, place in enumerate(self._places) if len(set(counts[place])) > 1}
 
 
 class _Adaptive(_Flat):
@@ -103,8 +155,9 @@ class _Adaptive(_Flat):
         self._kernel = kernel
         self._options = {"beta1": recipe.beta1, "beta2": recipe.beta2, "eps": recipe.eps, "amsgrad": False}
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
-        self._kernel(masters, grads, *moments, [], [self._steps] * len(masters), **self._options, **common)
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
+        first, second = map(list, zip(*moments, strict=True))
+        self._kernel(masters, grads, first, second, [], steps, **self._options, **common)
 
 
 class _Sgd(_Flat):
@@ -113,5 +166,6 @@ class _Sgd(_Flat):
         super().__init__(segments, recipe.weight_decay)
         self._options: dict[str, Any] = {"momentum": recipe.momentum, "dampening": 0.0, "nesterov": False, "is_first_step": False}
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], common: dict[str, Any]) -> None:
-        torch._fused_sgd_(masters, grads, moments[0] if moments else [], **self._options, **common)
+    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
+        buffers = [buffer for found in moments for buffer in found]
+        torch._fused_sgd_(masters, grads, buffers, **self._options, **common)

@@ -12,7 +12,8 @@ Tensors (all flat; N ranks of the shard group, S = numel ÷ N; names as everywhe
 "This rank's part" is all of it at stage 0 and its slice of S elements at stages 1 to 3. Memory that comes and goes is the
 *storage* of a tensor that stays, so every view into it stays valid.
 
-Residence of `full`: SHARDED (no memory) → GATHERING → FULL. Below stage 3 it is always FULL.
+Residence of `full`: SHARDED (no memory) → GATHERING → FULL. Below stage 3 it is FULL, or, after a step, GATHERING what other
+ranks updated.
 
 Phases of a gradient: ACCUMULATING (grad_full holds this rank's own sum) → REDUCING (it belongs to a collective) → REDUCED
 (`grad` holds the sum over ranks). A backward that follows a reduction within one step opens another round, and `grad`
@@ -32,8 +33,9 @@ from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.mesh.mesh import Group
-from dist_train.zero.layout import BucketLayout
+from dist_train.zero.layout import BucketLayout, owned_part, slot_parts
 from dist_train.zero.policy import Precision, ShardPolicy
+from dist_train.zero.protocol import FlatSegment
 
 
 class Residence(enum.Enum):
@@ -96,9 +98,7 @@ class ParamBucket:
         device, dtype = self.full.device, self.precision.grad
         self.grad_full = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self._grad_views = self._views(self.grad_full)
-        ends = [*(segment.start for segment in self.layout.segments[1:]), self.layout.numel]
-        gaps = [(segment.slots[-1].stop, end) for segment, end in zip(self.layout.segments, ends, strict=True)]
-        self._grad_padding = [self.grad_full[start:stop] for start, stop in gaps]
+        self._grad_padding = [self.grad_full[gap] for gap in self.layout.padding]
         if self.policy.grad:
             self.grad = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
             _free(self.grad_full)
@@ -108,6 +108,7 @@ class ParamBucket:
         self._reduced_before = False  # `grad` holds earlier rounds, at stages 2 and 3
         self.phase, self._fresh, self._handle = Phase.ACCUMULATING, True, Handle()
         self._missing = len(self.params)  # gradients still to come in this backward
+        self._idle: set[int] | None = None  # parameters without a gradient in any backward of this step; None: before the first
         for param in self.params:
             param.register_post_accumulate_grad_hook(self._arrived)
 
@@ -154,6 +155,8 @@ class ParamBucket:
 
     def begin(self) -> None:
         """Before a backward: expect every gradient again, and open another round if the last one was reduced."""
+        if self.residence is Residence.GATHERING and not self.policy.param:
+            self.ensure_full()  # published, but nobody's forward waited for it
         self._missing = len(self.params)
         if self.phase is not Phase.ACCUMULATING:
             self.wait()
@@ -166,7 +169,8 @@ class ParamBucket:
         assert self.phase is Phase.ACCUMULATING, "grad_full belongs to a collective"
         if self.policy.grad and self._fresh:
             _allocate(self.grad_full)
-            torch._foreach_zero_(self._grad_padding)  # it travels too
+            for gap in self._grad_padding:  # it travels too
+                gap.zero_()
         present = [param.grad for param in self.params if param.grad is not None]
         views, missing = self._grad_views, []
         if len(present) < len(self.params):
@@ -180,6 +184,7 @@ class ParamBucket:
             torch._foreach_add_(views, present)
         for param in self.params:
             param.grad = None
+        self._idle = set(missing) if self._idle is None else self._idle.intersection(missing)
         self._fresh, self._missing = False, 0
         return [self.layout.slots[at].name for at in missing]
 
@@ -227,15 +232,31 @@ class ParamBucket:
         each = -(-mine.numel() // self._replicas.size)
         return mine[self._replicas.index * each : (self._replicas.index + 1) * each]
 
-    def publish(self) -> Handle:
-        """Begin to show the module what the optimizer made of `master`, and get ready for the next step's gradients."""
+    @property
+    def idle(self) -> list[str]:
+        """Names of the parameters that got no gradient here since the last step."""
+        return [self.layout.slots[at].name for at in sorted(self._idle or ())]
+
+    def publish(self) -> None:
+        """Begin to show the module what the optimizer made of `master`, and get ready for the next step's gradients.
+
+        `ensure_full` waits for it."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.trainable:
-            self.phase, self._fresh, self._reduced_before = Phase.ACCUMULATING, True, False
+            self.phase, self._fresh, self._reduced_before, self._idle = Phase.ACCUMULATING, True, False, None
         if self.policy.optim and not self.policy.param:
-            return self._comm.all_gather(self.full, self.shard, self._shards)
-        return Handle()
+            self._gathering = self._comm.all_gather(self.full, self.shard, self._shards)
+            self.residence = Residence.GATHERING
+
+    def segments(self) -> list[FlatSegment]:
+        """What the optimizer updates here, one run for each of the layout's segments."""
+        found = []
+        for segment in self.layout.segments:
+            at = owned_part(segment, self.owned)
+            held = slice(self.owned.start + at.start, self.owned.start + at.stop)
+            found.append(FlatSegment(segment.group, self.master[at], self.grad[at], slot_parts(segment.slots, held)))
+        return found
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held now, by kind, each memory counted once."""

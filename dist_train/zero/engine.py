@@ -16,19 +16,21 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.params.geometry import Piece, flat_range_boxes
 from dist_train.zero.bucket import ParamBucket
-from dist_train.zero.layout import ParamSpec, Slot, owned_part, plan_buckets, state_bytes
+from dist_train.zero.layout import ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.policy import Precision, ShardPolicy
-from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
-from dist_train.zero.units import UnitHooks, users_of_parameters
+from dist_train.zero.protocol import Optimizer, StepReport
+from dist_train.zero.units import UnitHooks, users_of_parameters, wait_before_use
 
 _IN_FLIGHT = 2  # reductions whose gradients are in memory at once, at stages 2 and 3
 
@@ -44,7 +46,10 @@ class ZeroEngine:
         overlap: reduce buckets during backward; off, they are reduced after it. Bits are the same.
         policy: what is sharded over data ranks (`ShardPolicy.from_stage`).
         replicas: data ranks are cut in so many runs, and state is sharded inside a run only.
-        group_of: name and parameter → optimizer group; default: `no_decay` for tensors of fewer than two dimensions.
+        publish_ahead: at stages 1 and 2, let `step` return while updated parameters are still on their way: the forward of each
+            unit waits for its own. Who reads parameters in another way must call `wait` first.
+        skip_unused: leave a parameter that got no gradient on any rank as it is, with its moments and its count of updates, as
+            torch's optimizers do. Off, its gradient is zero; a step then reads nothing on the host.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
     """
@@ -62,24 +67,28 @@ class ZeroEngine:
         bucket_bytes: float = 25e6,
         overlap: bool = True,
         replicas: int = 1,
-        group_of: Callable[[str, nn.Parameter], str] | None = None,
+        publish_ahead: bool = False,
+        skip_unused: bool = True,
     ) -> None:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
         self.policy, self.precision = policy or ShardPolicy(), precision or Precision()
         self.clip_norm, self.overlap, self.loss_scale = clip_norm, overlap, 1.0
         self._lr, self._last, self._next = optimizer.lr, True, 0
         self._in_backward = self._pending = self._warned = False
-        group_of = group_of or (lambda _name, param: "decay" if param.ndim >= 2 else "no_decay")
+        self._ahead, self._skip_unused = publish_ahead and self.policy.optim and not self.policy.param, skip_unused
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires a gradient: nothing to train.")
         if replicas > 1 and not self.policy.optim:
             raise ValueError(f"replicas={replicas}: at stage 0 every rank is a replica already; set stage 1 to 3 or replicas=1.")
         self.shards, self.replicas = mesh.split_data(replicas)
         self._prepare_rest()
-        needed = self._make_buckets(group_of, bucket_bytes)
-        self._units = UnitHooks(module, needed)
-        self._segments = [(b, segment, owned_part(segment, b.owned)) for b in self.buckets for segment in b.layout.segments]
-        self._optimizer = optimizer.bind([FlatSegment(s.group, b.master[at], b.grad[at]) for b, s, at in self._segments])
+        needed = self._make_buckets(optimizer, bucket_bytes)
+        self._units = UnitHooks(module, needed if self.policy.param else {})
+        if self._ahead:
+            wait_before_use(module, needed)
+            module.register_state_dict_pre_hook(lambda *_: self.wait())
+        self._segments = [segment for bucket in self.buckets for segment in bucket.segments()]
+        self._optimizer = optimizer.bind(self._segments)
         self._device = self.buckets[0].full.device
 
     def _prepare_rest(self) -> None:
@@ -92,33 +101,35 @@ class ZeroEngine:
         for buffer in self.module.buffers():
             self.comm.broadcast(buffer, self.mesh.data).wait()
 
-    def _make_buckets(self, group_of: Callable[[str, nn.Parameter], str], size: float) -> dict[str, list[ParamBucket]]:
-        """Make the buckets: by size, or at stage 3 one for each unit. Returns what each unit must gather, by its name."""
+    def _make_buckets(self, optimizer: Optimizer, size: float) -> dict[str, list[ParamBucket]]:
+        """Make the buckets: by size, or at stage 3 one for each unit. Returns the buckets that each unit uses, by its name."""
         params = dict(self.module.named_parameters())
 
+        def spec(name: str) -> ParamSpec:
+            group = optimizer.group(name, params[name])
+            return ParamSpec(name, tuple(params[name].shape), str(params[name].dtype), group, optimizer.cut(group))
+
         def make(names: Sequence[str], size: float) -> list[ParamBucket]:
-            specs = [ParamSpec(n, tuple(params[n].shape), str(params[n].dtype), group_of(n, params[n])) for n in names]
-            layouts = plan_buckets(specs, size, self.precision.reduce.itemsize, self.shards.size)
+            layouts = plan_buckets([spec(name) for name in names], size, self.precision.reduce.itemsize, self.shards.size)
             fixed = self.policy, self.precision, self.shards, self.replicas, self.comm, self._completed
             return [ParamBucket(layout, [params[slot.name] for slot in layout.slots], *fixed) for layout in layouts]
 
-        trained = [name for name, param in params.items() if param.requires_grad]
-        self.frozen: list[ParamBucket] = []
-        if not self.policy.param:
-            self.buckets = make(trained, size)
-            return {}
         users = users_of_parameters(self.module)
-        needed: dict[str, list[ParamBucket]] = {unit: [] for names in users.values() for unit in names}
-        self.buckets = []
-        for unit in needed:
-            mine = [name for name, param in params.items() if users[param][0] == unit]
-            found = make([name for name in mine if params[name].requires_grad], math.inf)
-            self.buckets[:0] = found  # backward completes units in the reverse of their registration
-            resting = make([name for name in mine if not params[name].requires_grad], math.inf)
-            self.frozen += resting
-            for bucket in found + resting:
-                for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
-                    needed[user].append(bucket)
+        units = list(dict.fromkeys(unit for names in users.values() for unit in names))
+        self.buckets: list[ParamBucket] = []
+        self.frozen: list[ParamBucket] = []
+        if self.policy.param:
+            for unit in units:
+                mine = [name for name, param in params.items() if users[param][0] == unit]
+                # Backward completes units in the reverse of their registration.
+                self.buckets[:0] = make([name for name in mine if params[name].requires_grad], math.inf)
+                self.frozen += make([name for name in mine if not params[name].requires_grad], math.inf)
+        else:
+            self.buckets = make([name for name, param in params.items() if param.requires_grad], size)
+        needed: dict[str, list[ParamBucket]] = {unit: [] for unit in units}
+        for bucket in [*self.buckets, *self.frozen]:
+            for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
+                needed[user].append(bucket)
         return needed
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
@@ -181,51 +192,73 @@ class ZeroEngine:
             bucket.finish()
         exposed = time.perf_counter() - started
         squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device)
+        idle = [name for bucket in self.buckets for name in bucket.idle]
         report, divisor = agree(
             self.comm,
             self.mesh.data,
             squares,
             weight,
-            sums,
+            [*sums, len(idle)],
             carried=self.loss_scale,
             clip_norm=self.clip_norm,
             update=update,
             exposed_seconds=exposed,
         )
-        self._optimizer.step(self._lr if lr is None else lr, divisor, report.skipped)
+        report, idle_somewhere = replace(report, sums=report.sums[:-1]), report.sums[-1]
+        idle = self._idle_everywhere(idle) if self._skip_unused and bool(idle_somewhere) else []
+        self._optimizer.step(self._lr if lr is None else lr, divisor, report.skipped, idle=idle)
         self._publish()
+        if not self._ahead:
+            self.wait()
         return report
 
+    def _idle_everywhere(self, idle: Collection[str]) -> list[str]:
+        """The parameters that got no gradient in this step on any rank."""
+        names = [slot.name for bucket in self.buckets for slot in bucket.layout.slots]
+        flags = torch.tensor([name in idle for name in names], dtype=torch.float32, device=self._device)
+        self.comm.all_reduce(flags, self.mesh.data, "min").wait()
+        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+
     def _publish(self) -> None:
-        for handle in [bucket.publish() for bucket in self.buckets]:  # all gathers start before the first is waited for
-            handle.wait()
+        for bucket in reversed(self.buckets):  # in the order in which a forward uses them
+            bucket.publish()
+
+    def wait(self) -> None:
+        """Return when the module's parameters are what the last step made of them."""
+        if not self.policy.param:
+            for bucket in self.buckets:
+                bucket.ensure_full()
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank holds for a checkpoint, by logical name: `model/<name>`, `optim/<name>/<moment>`, `optim/step`.
+        """What this rank holds for a checkpoint: `model/<name>`, `optim/<name>/<moment>`, `optim/<name>/step`.
 
         Writing into these tensors and then calling `restored` brings a state back.
         """
-        for index, (bucket, segment, at) in enumerate(self._segments):
-            moments = self._optimizer.moments(index)
-            start = bucket.owned.start
-            for slot in segment.slots:
-                yield from _slot_pieces(f"model/{slot.name}", slot, bucket.master, start, bucket.owned)
+        self.wait()
+        for index, segment in enumerate(self._segments):
+            moments, steps = self._optimizer.moments(index), self._optimizer.steps(index)
+            for part, step in zip(segment.parts, steps.unbind(), strict=True):
+                name = part.slot.name
+                yield from part_pieces(f"model/{name}", part, segment.master)
                 for moment, flat in moments.items():
-                    yield from _slot_pieces(f"optim/{slot.name}/{moment}", slot, flat, start + at.start, bucket.owned)
+                    block = segment.master.numel() // max(1, flat.numel())
+                    yield from part_pieces(f"optim/{name}/{moment}", part, flat, max(1, block))
+                yield Piece.whole(f"optim/{name}/step", step)
         for bucket in self.frozen:
-            for slot in bucket.layout.slots:
-                yield from _slot_pieces(f"model/{slot.name}", slot, bucket.shard, bucket.owned.start, bucket.owned)
+            for part in slot_parts(bucket.layout.slots, bucket.owned):
+                yield from part_pieces(f"model/{part.slot.name}", part, bucket.shard)
         if not self.policy.param:
             for name, param in self.module.named_parameters():
                 if not param.requires_grad:
                     yield Piece.whole(f"model/{name}", param.data)
         for name, buffer in self.module.named_buffers():
             yield Piece.whole(f"model/{name}", buffer)
-        yield Piece.whole("optim/step", self._optimizer.step_count)
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
+        self._optimizer.restored()
         self._publish()
+        self.wait()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind (parameters, masters, gradients, moments), counted from the tensors themselves."""
@@ -255,12 +288,15 @@ class ZeroEngine:
         )
 
 
-def _slot_pieces(name: str, slot: Slot, flat: Tensor, origin: int, owned: slice) -> Iterator[Piece]:
-    """The part of a parameter that lies in `owned`, as boxes of it. `flat` begins at element `origin` of the bucket."""
-    start, stop = max(slot.start, owned.start), min(slot.stop, owned.stop)
-    if start == slot.start and stop == slot.stop:
-        yield Piece(name, flat[start - origin : stop - origin].view(slot.shape), slot.shape, (0,) * len(slot.shape))
-    elif start < stop:
-        for box, at in flat_range_boxes(slot.shape, start - slot.start, stop - slot.start):
-            first = start - origin + at
-            yield Piece(name, flat[first : first + box.size].view(box.shape), slot.shape, box.offset)
+def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:
+    """What `flat` holds of a parameter, as boxes of it; `block`: it has one element for so many of the parameter's."""
+    shape, at, first = part.slot.shape, part.at, part.first
+    if block > 1:  # one-dimensional, by blocks
+        shape, first = (-(-math.prod(shape) // block),), first // block
+        at = slice(at.start // block, -(-at.stop // block))
+    if at.stop - at.start == math.prod(shape):
+        yield Piece(name, flat[at].view(shape), shape, (0,) * len(shape))
+        return
+    for box, offset in flat_range_boxes(shape, first, first + at.stop - at.start):
+        start = at.start + offset
+        yield Piece(name, flat[start : start + box.size].view(box.shape), shape, box.offset)

@@ -4,19 +4,34 @@ Buckets are filled in the order in which backward produces gradients (the revers
 complete, and can be reduced, while backward still runs. Within a bucket the slots of one optimizer group are neighbours:
 a *segment*. Weight decay differs between segments, yet they share one collective. (A bucket for each group instead would
 double the collectives, and the one with the norms would stay open until backward ends.)
+
+A bucket is cut into equal shards, and what an optimizer does decides where a cut may fall (`Cut`): AdamW does not care,
+block-scaled moments must not be cut inside a block, and Muon needs whole matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dist_train.zero.policy import ShardPolicy
 
-# Elements. Segments and shards begin and end at multiples of it, so an optimizer's vector loop never has a tail: tails round
-# differently, and with other shards other elements would be tails.
+# Elements. Slots and shards begin at multiples of it: kernels find aligned memory, and an optimizer's vector loop, over a
+# segment or over one slot, never has a tail. (Tails round differently, and with other shards other elements would be tails.)
 ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a shard may end inside a parameter: at multiples of `block` elements from its start; `whole`: nowhere."""
+
+    block: int = 1
+    whole: bool = False
+
+
+FLAT, WHOLE = Cut(), Cut(whole=True)
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str
     group: str
+    cut: Cut = FLAT
 
     @property
     def numel(self) -> int:
@@ -48,7 +64,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The neighbouring slots of a bucket that belong to one optimizer group: its elements `start..stop`, some of them padding."""
+    """The neighbouring slots of a bucket that belong to one optimizer group: its elements `start..stop`, some of them padding.
+
+    Where parameters stay whole there is one for each group and shard."""
 
     group: str
     slots: tuple[Slot, ...]
@@ -56,9 +74,17 @@ class Segment:
     stop: int
 
 
+class SlotPart(NamedTuple):
+    """The part of a parameter that a rank owns."""
+
+    slot: Slot
+    at: slice  # where it lies in the tensor that holds it
+    first: int  # element of the flattened parameter with which it begins
+
+
 @dataclass(frozen=True)
 class BucketLayout:
-    """A flat buffer of `numel` elements (padding at the end), cut into `shards` equal slices."""
+    """A flat buffer of `numel` elements, cut into `shards` equal slices. Segments stand in order, with padding between slots."""
 
     dtype: str
     segments: tuple[Segment, ...]
@@ -68,6 +94,13 @@ class BucketLayout:
     @property
     def slots(self) -> tuple[Slot, ...]:
         return tuple(slot for segment in self.segments for slot in segment.slots)
+
+    @property
+    def padding(self) -> list[slice]:
+        """The elements that belong to no parameter."""
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), self.numel]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     @property
     def shard_numel(self) -> int:
@@ -81,34 +114,55 @@ class BucketLayout:
 def plan_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, itemsize: int, shards: int) -> list[BucketLayout]:
     """Lay parameters out in buckets of about `bucket_bytes` (of `itemsize`-byte elements), in order of completion.
 
-    `specs` come in registration order. A parameter larger than a bucket has one of its own; nothing is ever split.
+    `specs` come in registration order. A parameter larger than a bucket has one of its own; nothing is ever split. Whole
+    parameters share no bucket with others: they are packed differently.
     """
     limit = bucket_bytes / itemsize
-    open_: dict[str, list[ParamSpec]] = {}
+    open_: dict[tuple[str, bool], list[ParamSpec]] = {}
     done: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        held = open_.setdefault(spec.dtype, [])
+        key = spec.dtype, spec.cut.whole
+        held = open_.setdefault(key, [])
         if held and sum(s.numel for s in held) + spec.numel > limit:
             done.append(held)
-            held = open_[spec.dtype] = []
+            held = open_[key] = []
         held.append(spec)
     done += [held for held in open_.values() if held]
     # Collectives start in this order on every rank, so a bucket must not stand before one that completes earlier.
     place = {spec.name: at for at, spec in enumerate(reversed(specs))}
     done.sort(key=lambda held: max(place[spec.name] for spec in held))
-    return [_lay_out(held, shards) for held in done]
+    return [_lay_out_whole(held, shards) if held[0].cut.whole else _lay_out(held, shards) for held in done]
 
 
 def _lay_out(specs: Sequence[ParamSpec], shards: int) -> BucketLayout:
-    segments, at = [], 0
+    step = math.lcm(ALIGNMENT, *(spec.cut.block for spec in specs))
+    segments, stop = _segments(specs, 0, step)
+    return BucketLayout(specs[0].dtype, tuple(segments), _round_up(max(1, stop), shards * step), shards)
+
+
+def _lay_out_whole(specs: Sequence[ParamSpec], shards: int) -> BucketLayout:
+    """Each parameter goes, largest first, to the shard that holds least; shards are as long as the fullest."""
+    bins: list[list[ParamSpec]] = [[] for _ in range(shards)]
+    filled = [0] * shards
+    for spec in sorted(specs, key=lambda spec: -spec.numel):  # (stable: among equals the order of completion)
+        index = filled.index(min(filled))
+        bins[index].append(spec)
+        filled[index] += _round_up(spec.numel, ALIGNMENT)
+    each = max(ALIGNMENT, *filled)
+    segments = [segment for index, held in enumerate(bins) for segment in _segments(held, index * each, ALIGNMENT)[0]]
+    return BucketLayout(specs[0].dtype, tuple(segments), each * shards, shards)
+
+
+def _segments(specs: Sequence[ParamSpec], at: int, step: int) -> tuple[list[Segment], int]:
+    """Segments from element `at` on, every slot at a multiple of `step`; and where they end."""
+    segments = []
     for group in sorted({spec.group for spec in specs}):
-        slots = []
+        start, slots = at, []
         for spec in (spec for spec in specs if spec.group == group):
             slots.append(Slot(spec.name, spec.shape, at))
-            at = slots[-1].stop
-        at = _round_up(at, ALIGNMENT)
-        segments.append(Segment(group, tuple(slots), slots[0].start, at))
-    return BucketLayout(specs[0].dtype, tuple(segments), _round_up(max(1, at), shards * ALIGNMENT), shards)
+            at = _round_up(slots[-1].stop, step)
+        segments.append(Segment(group, tuple(slots), start, at))
+    return segments, at
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -119,6 +173,19 @@ def owned_part(segment: Segment, owned: slice) -> slice:
     """The elements of a segment that lie in `owned`, counted from the start of `owned`; may be empty."""
     start = min(max(segment.start, owned.start), owned.stop)
     return slice(start - owned.start, max(start, min(segment.stop, owned.stop)) - owned.start)
+
+
+def slot_parts(slots: Iterable[Slot], held: slice) -> list[SlotPart]:
+    """What of `slots` lies in the elements `held` of their bucket, seen from a tensor of those elements.
+
+    A parameter without elements lies on every rank whose elements its place touches.
+    """
+    parts = []
+    for slot in slots:
+        start, stop = max(slot.start, held.start), min(slot.stop, held.stop)
+        if start < stop or (slot.start == slot.stop and held.start <= slot.start <= held.stop):
+            parts.append(SlotPart(slot, slice(start - held.start, stop - held.start), start - slot.start))
+    return parts
 
 
 def state_bytes(

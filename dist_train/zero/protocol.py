@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from dist_train.params.geometry import Piece
+from dist_train.zero.layout import Cut, SlotPart
 
 
 @dataclass
 class FlatSegment:
     """One optimizer group's run of a bucket, as far as this rank owns it: what is updated, and the gradient to read.
 
-    An engine whose gradients move puts the new one in place before a step.
+    An engine whose gradients move puts the new one in place before a step. `zeros` makes the state that goes with it.
     """
 
     group: str
     master: Tensor
     grad: Tensor
+    parts: Sequence[SlotPart]  # the parameters, or parts of them, in `master`; between them is padding
+
+    def zeros(self, name: str, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A zeroed flat tensor for the optimizer's state `name`; by default like `master`."""
+        numel, dtype = self.master.numel() if numel is None else numel, dtype or self.master.dtype
+        return torch.zeros(numel, dtype=dtype, device=self.master.device)
 
 
 class BoundOptimizer(Protocol):
     """An optimizer over flat segments, its state in place."""
 
-    def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Divide gradients by `grad_scale` and update in place; leave everything untouched where `found_inf` is 1."""
+    def step(
+        self, lr: float, grad_scale: Tensor, found_inf: Tensor, segments: range | None = None, idle: Collection[str] = ()
+    ) -> None:
+        """Divide gradients by `grad_scale` and update in place; leave everything untouched where `found_inf` is 1.
+
+        `segments`: only these; by default all. Parameters named in `idle` got no gradient: they and their state stay as
+        they are, as torch's optimizers leave a parameter whose `grad` is None.
+        """
 
     def moments(self, segment: int) -> dict[str, Tensor]:
-        """State tensors of a segment, each as long as its master."""
+        """State tensors of a segment: as long as its master, or with one element for each block of it."""
 
-    @property
-    def step_count(self) -> Tensor:
-        """Number of updates made, an fp32 scalar that may be written."""
+    def steps(self, segment: int) -> Tensor:
+        """Number of updates of each of the segment's parts, fp32 (parts,); may be written before `restored`."""
+
+    def restored(self) -> None:
+        """Take up what was written into `steps` and `moments`."""
 
 
 class Optimizer(Protocol):
@@ -42,6 +58,12 @@ class Optimizer(Protocol):
 
     @property
     def lr(self) -> float: ...
+
+    def group(self, name: str, param: Tensor) -> str:
+        """The optimizer group of a parameter; neighbours of one group are updated by one launch."""
+
+    def cut(self, group: str) -> Cut:
+        """Where a shard may end inside a parameter of this group."""
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer: ...
 
@@ -79,7 +101,7 @@ class Engine(Protocol):
         Nothing changes on any rank with `update=False`, without weight, or with a gradient that is not finite."""
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank holds for a checkpoint: `model/<name>`, `optim/<name>/<moment>`, `optim/step`."""
+        """What this rank holds for a checkpoint: `model/<name>`, `optim/<name>/<moment>`, `optim/<name>/step`."""
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""

@@ -51,6 +51,20 @@ def users_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     return users
 
 
+def wait_before_use(module: nn.Module, buckets: dict[str, list[ParamBucket]]) -> None:
+    """At stages 1 and 2: a unit's forward begins when what the last step published to it is there."""
+
+    def waits(needed: list[ParamBucket]) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            for bucket in needed:
+                bucket.ensure_full()
+
+        return hook
+
+    for name, needed in buckets.items():
+        module.get_submodule(name).register_forward_pre_hook(waits(needed))
+
+
 @dataclass
 class _Unit:
     module: nn.Module

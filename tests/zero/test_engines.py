@@ -123,7 +123,7 @@ def test_F06_the_loss_scale_cancels(name):
 def test_F10_all_ranks_leave_out_a_step_that_is_not_finite_on_one(name):
     log, found = run(3, name, micro=3, optimizer="adamw", spoil=2)
     assert [skipped for *_, skipped in log] == [False, False, True, False]
-    assert float(found["optim/step"]) == 3
+    assert {float(value) for name, value in found.items() if name.endswith("/step")} == {3.0}
     expected_log, expected = run(3, "native0", micro=3, optimizer="adamw", spoil=2)
     assert distance(weights(found), weights(expected)) <= 1e-5 and log[3][0] == pytest.approx(expected_log[3][0], rel=1e-5)
 

@@ -64,6 +64,7 @@ class Fsdp2Engine(PeerEngine):
 
     def restored(self) -> None:
         """Forget what was gathered from the values before."""
+        super().restored()
         self._root.reshard()
 
     def held_bytes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.params.geometry import Piece
+from dist_train.zero.layout import Slot, SlotPart
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
 
@@ -27,6 +28,11 @@ class Share:
     local: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+
+    @property
+    def part(self) -> SlotPart:
+        """It, as the optimizer knows it: one parameter."""
+        return SlotPart(Slot(self.name, tuple(self.local.shape), 0), slice(0, self.local.numel()), 0)
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
         return Piece(name, tensor, self.shape, self.offset)
@@ -48,9 +54,8 @@ class PeerEngine:
         self._shares = [share for share in shares if share.param.requires_grad]
         self._frozen = [share for share in shares if not share.param.requires_grad]
         # Only where they lie is known yet; `step` puts the gradients in.
-        self._segments = [
-            FlatSegment("decay" if share.param.ndim >= 2 else "no_decay", share.local, share.local) for share in self._shares
-        ]
+        groups = [optimizer.group(share.name, share.param) for share in self._shares]
+        self._segments = [FlatSegment(g, s.local, s.local, [s.part]) for g, s in zip(groups, self._shares, strict=True)]
         self._optimizer, self._lr = optimizer.bind(self._segments), optimizer.lr
         self._pending = False
 
@@ -106,14 +111,15 @@ class PeerEngine:
             yield share.piece(f"model/{share.name}", share.local)
             for moment, tensor in self._optimizer.moments(index).items():
                 yield share.piece(f"optim/{share.name}/{moment}", tensor)
+            yield Piece.whole(f"optim/{share.name}/step", self._optimizer.steps(index)[0])
         for share in self._frozen:
             yield share.piece(f"model/{share.name}", share.local)
         for name, buffer in self.module.named_buffers():
             yield Piece.whole(f"model/{name}", buffer)
-        yield Piece.whole("optim/step", self._optimizer.step_count)
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
+        self._optimizer.restored()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind, each memory counted once. Buffers that torch keeps to itself are not among them."""

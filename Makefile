@@ -4,10 +4,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet -c con
 READY = .venv/.ready
 ARGS ?=
 
-.PHONY: help setup train test lint bench
+.PHONY: help setup train test test-parity lint bench
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: $(READY) ## make .venv with everything that training and testing need
 
@@ -16,6 +16,9 @@ train: $(READY) ## train a small language model on two ranks; more with ARGS="tr
 
 test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
 	.venv/bin/python -m pytest $(ARGS)
+
+test-parity: $(READY) ## all cases of the parity matrix (some minutes); `make test` runs a draw of them
+	PARITY=all .venv/bin/python -m pytest tests/zero/test_parity.py $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .

@@ -16,6 +16,7 @@ read, one in use, one that is written.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -91,8 +92,11 @@ class Memory(Protocol):
     def zeros(self, numel: int, dtype: torch.dtype, name: str) -> Tensor:
         """A flat tensor of zeros; `name` says in errors what it is."""
 
-    def ahead(self, tensors: Sequence[Tensor]) -> None:
-        """Start to bring these into memory; returns at once. A view stands for the whole tensor."""
+    def ahead(self, tensors: Sequence[Tensor], read_only: bool = False) -> None:
+        """Start to bring these into memory; returns at once. A view stands for the whole tensor.
+
+        `read_only`: they will not be changed, and so not be written afterwards. To change them is right all the same, but slow.
+        """
 
     def done(self, tensors: Sequence[Tensor]) -> None:
         """These were used and perhaps changed. Returns at once, unless those of the call before are still being written."""
@@ -105,12 +109,12 @@ class Memory(Protocol):
         """End what runs in the background. Tensors stay valid."""
 
 
-def walk(memory: Memory, groups: Sequence[Sequence[Tensor]]) -> Iterator[int]:
+def walk(memory: Memory, groups: Sequence[Sequence[Tensor]], read_only: bool = False) -> Iterator[int]:
     """The index of each group in turn, while its tensors are to be used: the next is read ahead, the last written behind."""
     for index, group in enumerate(groups):
-        memory.ahead(group)
+        memory.ahead(group, read_only)
         if index + 1 < len(groups):
-            memory.ahead(groups[index + 1])
+            memory.ahead(groups[index + 1], read_only)
         yield index
         memory.done(group)
 
@@ -128,7 +132,7 @@ class DeviceMemory:
         self.held_bytes += numel * dtype.itemsize
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def ahead(self, tensors: Sequence[Tensor]) -> None:
+    def ahead(self, tensors: Sequence[Tensor], read_only: bool = False) -> None:
         pass
 
     def done(self, tensors: Sequence[Tensor]) -> None:
@@ -204,7 +208,8 @@ class FileMemory:
         try:
             os.posix_fallocate(self._file.fileno(), self._end, nbytes)
         except OSError as error:
-            os.ftruncate(self._file.fileno(), self._end)  # others need what was reserved in part
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._end)  # give back what was reserved in part
             raise OSError(
                 error.errno,
                 f"nvme folder {str(self._folder)!r}: no room for {nbytes:,} bytes of {name} after {self.held_bytes:,} bytes "
@@ -212,34 +217,38 @@ class FileMemory:
             ) from error
         memory = _map(self._file.fileno(), self._end, nbytes)
         address = ctypes.addressof(memory)
+        _advise(address, nbytes, _MADV_HUGEPAGE)  # reads 4 MB at a time, whatever the disk's setting, and faults once in 2 MB
         self._regions[address] = self._end, nbytes
         weakref.finalize(memory, _unmap, self._regions, address, nbytes).atexit = False
-        self._end += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._end += -(-nbytes // _SPACING) * _SPACING
         self.held_bytes += nbytes
         return torch.frombuffer(memory, dtype=dtype)
 
-    def ahead(self, tensors: Sequence[Tensor]) -> None:
+    def ahead(self, tensors: Sequence[Tensor], read_only: bool = False) -> None:
         new = {address: storage for address, storage in self._storages(tensors).items() if address not in self._coming}
         if new:
-            self._coming.update(dict.fromkeys(new, self._reader.submit(self._read, new)))
+            self._coming.update(dict.fromkeys(new, self._reader.submit(self._read, new, read_only)))
 
     def done(self, tensors: Sequence[Tensor]) -> None:
         storages = self._storages(tensors)
         for read in {self._coming.pop(address) for address in storages if address in self._coming}:
             if not read.cancel():  # else it would bring back what is about to leave
                 read.result()
-        if self._leaving is not None:  # no more than one is written while the next is used
-            self._leaving.result()
+        self._wait_for_write()  # no more than one is written while the next is used
         self._leaving = self._writer.submit(self._write, storages)
 
     def close(self) -> None:
         try:
-            if self._leaving is not None:
-                self._leaving.result()
+            self._wait_for_write()
         finally:
             self._reader.shutdown(cancel_futures=True)
             self._writer.shutdown()
             self._file.close()
+
+    def _wait_for_write(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
 
     def _storages(self, tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
         """Memory of tensors by its address. Who holds it keeps it mapped."""
@@ -250,9 +259,11 @@ class FileMemory:
 
     # What the two threads do
 
-    def _read(self, storages: dict[int, UntypedStorage]) -> None:
+    def _read(self, storages: dict[int, UntypedStorage], read_only: bool) -> None:
         for address in storages:
-            _advise(address, self._regions[address][1], _MADV_POPULATE_READ)
+            # Reads, waits, and enters pages into the page table, as written ones if so asked: a fault at the first write to each
+            # page would cost more than the update itself.
+            _advise(address, self._regions[address][1], _MADV_POPULATE_READ if read_only else _MADV_POPULATE_WRITE)
 
     def _write(self, storages: dict[int, UntypedStorage]) -> None:
         for address in storages:
@@ -262,10 +273,13 @@ class FileMemory:
             # Pages that are mapped, or not written yet, cannot leave memory: unmap, write and wait, drop. None of it loses data.
             _advise(address, nbytes, mmap.MADV_DONTNEED)
             _check(_libc.sync_file_range(self._file.fileno(), offset, nbytes, _WRITE_AND_WAIT), "writing state to nvme")
-            os.posix_fadvise(self._file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), offset, -(-nbytes // _SPACING) * _SPACING, os.POSIX_FADV_DONTNEED)
 
 
-_MADV_POPULATE_READ = 22  # Linux 5.14
+# Tensors begin at multiples of this in the file: a large page of the page cache that two of them shared would not leave memory.
+# What lies between them is a hole, and takes no room on the disk.
+_SPACING = 2 << 20
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23  # the last two from Linux 5.14 on
 _WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER
 _IN_MEMORY = "lies in memory (tmpfs): state there frees none; set a folder on a disk"
 _ON_NETWORK = "lies on a network: steps wait for it, and a lost server ends the run with SIGBUS; set a folder on a local disk"
@@ -303,8 +317,8 @@ def _unmap(regions: dict[int, tuple[int, int]], address: int, nbytes: int) -> No
 
 def _advise(address: int, length: int, advice: int) -> None:
     result = _libc.madvise(address, length, advice)
-    if result != 0 and ctypes.get_errno() == errno.EINVAL and advice == _MADV_POPULATE_READ:
-        return  # an older kernel: pages are read where they are touched
+    if result != 0 and ctypes.get_errno() == errno.EINVAL and advice != mmap.MADV_DONTNEED:
+        return  # this kernel does not know it: slower, and right all the same
     _check(result, "state on nvme")
 
 

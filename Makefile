@@ -24,7 +24,7 @@ lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-bench: $(READY) ## our engine beside torch's DDP, interleaved; options with ARGS="--rounds 15"
+bench: $(READY) ## our engine beside DDP, FSDP2 and DeepSpeed, interleaved; options with ARGS="--rounds 5"
 	.venv/bin/python benchmarks/engines.py $(ARGS)
 
 # torch comes alone and first: it is the largest, and a csrc build needs it before the package is installed.

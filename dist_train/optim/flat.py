@@ -33,6 +33,9 @@ class Recipe:
     def cut(self, group: str) -> Cut:
         return FLAT
 
+    def state_bytes(self, group: str, master_bytes: int) -> float:
+        return 2 * master_bytes
+
 
 @dataclass(frozen=True)
 class AdamW(Recipe):
@@ -69,6 +72,9 @@ class SGD(Recipe):
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def state_bytes(self, group: str, master_bytes: int) -> float:
+        return master_bytes if self.momentum else 0
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
         return _Sgd(self, segments)

@@ -88,7 +88,7 @@ class ZeroEngine:
             wait_before_use(module, needed)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
         self._segments = [segment for bucket in self.buckets for segment in bucket.segments()]
-        self._optimizer = optimizer.bind(self._segments)
+        self._optimizer, self._recipe = optimizer.bind(self._segments), optimizer
         self._device = self.buckets[0].full.device
 
     def _prepare_rest(self) -> None:
@@ -275,7 +275,7 @@ class ZeroEngine:
 
     def predicted_bytes(self) -> dict[str, int]:
         """What `held_bytes` says between steps, from the layouts alone, for a module without frozen parameters."""
-        precision, moments = self.precision, len(self._optimizer.moments(0))
+        precision, groups = self.precision, {segment.group for bucket in self.buckets for segment in bucket.layout.segments}
         compute = precision.compute or self.buckets[0].params[0].dtype
         return state_bytes(
             [bucket.layout for bucket in self.buckets],
@@ -284,14 +284,14 @@ class ZeroEngine:
             compute=compute.itemsize,
             grad=precision.grad.itemsize,
             master=0 if compute == precision.master else precision.master.itemsize,
-            moments=moments * precision.master.itemsize,
+            moments={group: self._recipe.state_bytes(group, precision.master.itemsize) for group in groups},
         )
 
 
 def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:
     """What `flat` holds of a parameter, as boxes of it; `block`: it has one element for so many of the parameter's."""
     shape, at, first = part.slot.shape, part.at, part.first
-    if block > 1:  # one-dimensional, by blocks
+    if block > 1 and math.prod(shape):  # one-dimensional, by blocks
         shape, first = (-(-math.prod(shape) // block),), first // block
         at = slice(at.start // block, -(-at.stop // block))
     if at.stop - at.start == math.prod(shape):

@@ -12,7 +12,7 @@ block-scaled moments must not be cut inside a block, and Muon needs whole matric
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -189,20 +189,26 @@ def slot_parts(slots: Iterable[Slot], held: slice) -> list[SlotPart]:
 
 
 def state_bytes(
-    layouts: Sequence[BucketLayout], policy: ShardPolicy, index: int, compute: int, grad: int, master: int, moments: int
+    layouts: Sequence[BucketLayout],
+    policy: ShardPolicy,
+    index: int,
+    compute: int,
+    grad: int,
+    master: int,
+    moments: Mapping[str, float],
 ) -> dict[str, int]:
     """Bytes of state that data rank `index` holds between steps, by kind, before any tensor exists.
 
-    `compute`, `grad` and `master` are bytes per element, `master=0` where the compute dtype is its own master; `moments` is
-    the bytes of all of an optimizer's tensors per element that it updates.
+    `compute`, `grad` and `master` are bytes per element, `master=0` where the compute dtype is its own master; `moments` are
+    the bytes of all of an optimizer's tensors per element that it updates, by optimizer group.
     """
     whole = sum(layout.numel for layout in layouts)
     mine = [layout.shard(index) if policy.optim else slice(0, layout.numel) for layout in layouts]
     owned = sum(part.stop - part.start for part in mine)
-    updated = [owned_part(segment, part) for b, part in zip(layouts, mine, strict=True) for segment in b.segments]
+    updated = [(s.group, owned_part(s, part)) for b, part in zip(layouts, mine, strict=True) for s in b.segments]
     return {
         "parameters": compute * (owned if policy.param else whole),
         "masters": master * owned,
         "gradients": grad * (owned if policy.grad else whole),
-        "moments": moments * sum(part.stop - part.start for part in updated),
+        "moments": round(sum(moments[group] * (part.stop - part.start) for group, part in updated)),
     }

@@ -65,6 +65,9 @@ class Optimizer(Protocol):
     def cut(self, group: str) -> Cut:
         """Where a shard may end inside a parameter of this group."""
 
+    def state_bytes(self, group: str, master_bytes: int) -> float:
+        """Bytes of state for each element of a parameter of this group; `master_bytes`: of an element of a master."""
+
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer: ...
 
 

@@ -245,7 +245,8 @@ def _held(mesh, comm, stage, dtype):
 
     layouts, size = [bucket.layout for bucket in engine.buckets], precision.grad.itemsize
     master = 4 if dtype else 0
-    predicted = state_bytes(layouts, engine.policy, mesh.data.index, compute=size, grad=size, master=master, moments=8)
+    moments = {"decay": 8, "no_decay": 8}
+    predicted = state_bytes(layouts, engine.policy, mesh.data.index, compute=size, grad=size, master=master, moments=moments)
     sizes = [p.numel() for p in model.parameters()]
     return engine.held_bytes(), predicted, sum(sizes), len(layouts) + len(sizes)
 

@@ -8,6 +8,7 @@ memory a copy travels and the result is written back, so the caller's tensor alw
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +116,28 @@ class Collectives:
         self._record("broadcast", group, x)
         flat, back = _in_place(x)
         return Handle(dist.broadcast(flat, group.ranks[source], group=group.process_group, async_op=True), back)
+
+    def meet(self, place: str, word: str, group: Group, patience: timedelta) -> list[str] | None:
+        """Every rank's word at a place where nobody met before, in group order; None when some rank did not come in time.
+
+        It goes through the store that the ranks found each other by, so it cannot mix with a collective in which others wait.
+        """
+        if group.size == 1:
+            return [word]
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"{place}/{rank}" for rank in group.ranks]
+        store.set(keys[group.index], word)
+        try:
+            store.wait(keys, patience)
+        except dist.DistNetworkError:
+            raise  # the store is gone, and so is the run
+        except RuntimeError:  # a timeout; which class it has depends on the kind of store
+            return None
+        return [store.get(key).decode() for key in keys]
+
+    def is_host(self, group: Group) -> bool:
+        """True where collectives of the group take tensors in host memory."""
+        return group.size == 1 or _is_gloo(group)
 
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has come here."""

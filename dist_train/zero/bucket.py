@@ -70,6 +70,7 @@ class ParamBucket:
         self.layout, self.params, self.policy, self.precision = layout, list(params), policy, precision
         self.trainable = self.params[0].requires_grad
         self._shards, self._replicas, self._comm, self._complete = shards, replicas, comm, complete
+        self.number = 0  # its place among the engine's buckets
         self.owned = layout.shard(shards.index) if policy.optim else slice(0, layout.numel)
         self._place_parameters()
         if self.trainable:
@@ -114,6 +115,12 @@ class ParamBucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+
+    @property
+    def name(self) -> str:
+        """What to call it in errors."""
+        first, *rest = self.layout.slots
+        return f"{first.name} and {len(rest)} more" if rest else first.name
 
     # Parameters: gathered before use and released after it (stage 3)
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
-from dist_train.mesh.mesh import ParallelMesh
+from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.params.geometry import Piece, flat_range_boxes
 from dist_train.zero.bucket import ParamBucket
 from dist_train.zero.layout import ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
 from dist_train.zero.norm import agree, sum_of_squares
+from dist_train.zero.order import GatherOrder
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import Optimizer, StepReport
 from dist_train.zero.units import UnitHooks, users_of_parameters, wait_before_use
@@ -83,7 +84,9 @@ class ZeroEngine:
         self.shards, self.replicas = mesh.split_data(replicas)
         self._prepare_rest()
         needed = self._make_buckets(optimizer, bucket_bytes)
-        self._units = UnitHooks(module, needed if self.policy.param else {})
+        gathering = self.shards if self.policy.param else Group("alone", (mesh.rank,), 0)
+        order = GatherOrder([bucket.name for bucket in [*self.buckets, *self.frozen]], gathering, self.comm, mesh.timeout)
+        self._units = UnitHooks(module, needed if self.policy.param else {}, order)
         if self._ahead:
             wait_before_use(module, needed)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
@@ -127,7 +130,8 @@ class ZeroEngine:
         else:
             self.buckets = make([name for name, param in params.items() if param.requires_grad], size)
         needed: dict[str, list[ParamBucket]] = {unit: [] for unit in units}
-        for bucket in [*self.buckets, *self.frozen]:
+        for number, bucket in enumerate([*self.buckets, *self.frozen]):
+            bucket.number = number
             for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
                 needed[user].append(bucket)
         return needed
@@ -290,9 +294,10 @@ class ZeroEngine:
 
 def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:
     """What `flat` holds of a parameter, as boxes of it; `block`: it has one element for so many of the parameter's."""
-    shape, at, first = part.slot.shape, part.at, part.first
-    if block > 1 and math.prod(shape):  # one-dimensional, by blocks
-        shape, first = (-(-math.prod(shape) // block),), first // block
+    shape: tuple[int, ...] = part.slot.shape
+    at, first = part.at, part.first
+    if block > 1 and (numel := math.prod(shape)):  # one-dimensional, by blocks
+        shape, first = (-(-numel // block),), first // block
         at = slice(at.start // block, -(-at.stop // block))
     if at.stop - at.start == math.prod(shape):
         yield Piece(name, flat[at].view(shape), shape, (0,) * len(shape))

@@ -26,9 +26,9 @@ class FlatSegment:
     parts: Sequence[SlotPart]  # the parameters, or parts of them, in `master`; between them is padding
 
     def zeros(self, name: str, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A zeroed flat tensor for the optimizer's state `name`; by default like `master`."""
-        numel, dtype = self.master.numel() if numel is None else numel, dtype or self.master.dtype
-        return torch.zeros(numel, dtype=dtype, device=self.master.device)
+        """A zeroed tensor for the optimizer's state `name`: like `master`, or flat with `numel` elements."""
+        shape = self.master.shape if numel is None else (numel,)
+        return torch.zeros(shape, dtype=dtype or self.master.dtype, device=self.master.device)
 
 
 class BoundOptimizer(Protocol):

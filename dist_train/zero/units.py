@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_train.zero.bucket import ParamBucket, Residence
+from dist_train.zero.order import GatherOrder
 
 # Containers are never called, so no hook of theirs ever runs: what they hold belongs to the module around them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -74,8 +75,9 @@ class _Unit:
 class UnitHooks:
     """Gathers and releases the buckets of units as a module runs."""
 
-    def __init__(self, module: nn.Module, buckets: dict[str, list[ParamBucket]]) -> None:
-        """`buckets`: what each unit needs, by its qualified name in `module`."""
+    def __init__(self, module: nn.Module, buckets: dict[str, list[ParamBucket]], order: GatherOrder) -> None:
+        """`buckets`: what each unit needs, by its qualified name in `module`. `order` is told of each gather."""
+        self._agreed = order
         self._units = [_Unit(module.get_submodule(name), needed) for name, needed in buckets.items()]
         self._order: list[int] = []  # units in the order of the last whole forward
         self._running: list[int] = []  # the forward that runs now
@@ -87,7 +89,10 @@ class UnitHooks:
 
     def _start(self) -> None:
         """A forward of the whole module begins: what the last one did is what to expect."""
-        if self._running and not self._in_backward:
+        if self._in_backward:
+            return
+        self._agreed.begin(torch.is_grad_enabled())
+        if self._running:
             self._order, self._running = self._running, []
             self._release_all()
 
@@ -95,7 +100,9 @@ class UnitHooks:
         for at in (index, then):
             if at is not None:
                 for bucket in self._units[at].buckets:
-                    bucket.gather()
+                    if bucket.residence is Residence.SHARDED:
+                        self._agreed.next(bucket.number)
+                        bucket.gather()
         for bucket in self._units[index].buckets:
             bucket.ensure_full()
 

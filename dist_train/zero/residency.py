@@ -10,7 +10,7 @@ only decide what is in memory, and when. Device and host memory keep all they ho
 
 `FileMemory` maps a file into memory (MAP_SHARED), so that the file *is* the storage of its tensors. What is not in memory is
 read where it is touched; `ahead` has a thread touch it first, so that nobody waits; `done` has another thread write what
-was changed and then take the pages out of memory. Of those that `walk` passes, at most three are in memory: one that is
+was changed and then take the pages out of memory. Of the groups that `walk` passes at most three are in memory: one that is
 read, one in use, one that is written.
 """
 

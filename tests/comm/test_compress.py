@@ -352,6 +352,8 @@ def _spoiled(mesh, comm, recipe, value, culprit, place):
     wire.reduce_scatter(comm, out, x, mesh.dp).wait()
     wire.settle(SKIPPED)
     wire.all_reduce(comm, x, mesh.dp).wait()
+    wire.settle(DID)
+    assert wire.residual() is None or wire.residual().isfinite().all(), "even a step that is taken all the same poisons nothing"
     return out, x
 
 

@@ -165,8 +165,8 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{result['model']}: {result['parameters'] / 1e6:.1f} M parameters, {result['layers']} layers, {result['ranks']} ranks"
-    title += f" of {result['threads']} threads, {result['rows']} rows each, clip {result['clip']:g}"
+    title = f"{result['model']}: {result['parameters'] / 1e6:.1f} M parameters, {result['layers']} layers"
+    title += f", {result['ranks']} ranks of {result['threads']} threads, {result['rows']} rows each, clip {result['clip']:g}"
     title += f", a link of {result['link_mbit']:g} Mbit/s" if result["link_mbit"] else ""
     caption = f"{result['rounds']} rounds × {result['steps']} steps; losses equal to {result['loss_difference']:.1g}"
     table = Table(title=title, caption=caption)

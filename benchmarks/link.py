@@ -17,10 +17,14 @@ _CLONE_NEWNET = 0x40000000
 
 def missing() -> str:
     """What keeps this machine from having links; empty when nothing does."""
-    if os.geteuid():
-        return "--link makes network namespaces and shapes traffic in them: run it as root."
-    programs = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    return f"--link needs {' and '.join(programs)}: install iproute2." if programs else ""
+    programs = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    if programs:
+        return f"--link needs {', '.join(programs)}: install iproute2 and util-linux."
+    trial = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *_shape(100).split()]
+    done = subprocess.run(trial, capture_output=True, text=True)
+    if done.returncode:
+        return f"--link makes network namespaces and shapes traffic in them: run it as root. ({done.stderr.strip()})"
+    return ""
 
 
 def step_aside() -> None:
@@ -40,8 +44,12 @@ def plug_in(host: int, rate_mbit: float) -> None:
     _run("ip link set lo up")
     _run(f"ip addr add 10.77.0.{host + 1}/24 dev {DEVICE}")
     _run(f"ip link set {DEVICE} up")
-    _run(f"tc qdisc add dev {DEVICE} root tbf rate {rate_mbit}mbit burst 256k latency 100ms")
+    _run(f"tc qdisc add dev {DEVICE} root {_shape(rate_mbit)}")
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+
+
+def _shape(rate_mbit: float) -> str:
+    return f"tbf rate {rate_mbit}mbit burst 256k latency 100ms"
 
 
 def _run(command: str) -> None:

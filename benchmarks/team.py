@@ -12,6 +12,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import link
 TIMEOUT_SECONDS = 300.0
 _context = multiprocessing.get_context("forkserver")
 # Imported once for all ranks of all teams, which are forked from there.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.profiler", "dist_train.zero.engine", "dist_train.model.build"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "dist_train.zero.engine", "dist_train.model.build"])
 
 
 class TeamFailure(RuntimeError):
@@ -36,14 +37,20 @@ class Team:
     """
 
     def __init__(
-        self, name: str, ranks: int, build: Callable[..., Any], arguments: Sequence[Any] = (), link_mbit: float = 0.0
+        self,
+        name: str,
+        ranks: int,
+        build: Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        link_mbit: float = 0.0,
+        device: str = "cpu",
     ) -> None:
         self.name, self._link_mbit = name, link_mbit
         self._folder = tempfile.TemporaryDirectory(prefix="dist_train_team_")
         self._pipes, self._processes = [], []
         for rank in range(ranks):
             here, there = _context.Pipe()
-            place = (rank, ranks, self._folder.name, link_mbit)
+            place = _Place(rank, ranks, Path(self._folder.name), link_mbit, device)
             process = _context.Process(target=_serve, args=(there, place, build, arguments), daemon=True)
             process.start()
             there.close()
@@ -88,16 +95,24 @@ class Team:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, place: tuple[int, int, str, float], build: Callable[..., Any], arguments: Sequence[Any]) -> None:
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    ranks: int
+    folder: Path
+    link_mbit: float
+    device: str
+
+
+def _serve(pipe: Any, place: _Place, build: Callable[..., Any], arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to handle; it ends its ranks
-    rank, ranks, folder, link_mbit = place
     try:
-        if link_mbit:
+        if place.link_mbit:
             link.step_aside()
             pipe.send((True, os.getpid()))
             pipe.recv()
-            link.plug_in(rank, link_mbit)
-        player = build(_mesh(rank, ranks, Path(folder)), *arguments)
+            link.plug_in(place.rank, place.link_mbit)
+        player = build(_mesh(place), *arguments)
         pipe.send((True, None))
         while True:
             method, given = pipe.recv()
@@ -108,7 +123,7 @@ def _serve(pipe: Any, place: tuple[int, int, str, float], build: Callable[..., A
         pipe.send((False, traceback.format_exc()))
 
 
-def _mesh(rank: int, ranks: int, folder: Path) -> Any:
+def _mesh(place: _Place) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -117,5 +132,6 @@ def _mesh(rank: int, ranks: int, folder: Path) -> Any:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
-    return ParallelMesh.from_process_group(MeshShape(dp=ranks), timeout_seconds=TIMEOUT_SECONDS)
+    store = f"file://{place.folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.ranks, timeout=timeout)
+    return ParallelMesh.from_process_group(MeshShape(dp=place.ranks), place.device, timeout_seconds=TIMEOUT_SECONDS)

@@ -1,0 +1,137 @@
+"""The benchmark scripts run, and their figures mean what their names say. Speed is nothing that a test can judge."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TIMEOUT = 240
+pytestmark = pytest.mark.timeout(TIMEOUT + 30)
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def load(name: str, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def test_engines_are_counted_alike(tmp_path):
+    names = ["plain", "ddp", "fsdp2", "ds2", "stage0", "stage3"]
+    figures = tmp_path / "figures.json"
+    small = ["--models", "tiny", "--rounds", "1", "--steps", "2"]
+    done = run("engines.py", *small, "--engines", ",".join(names), "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    if importlib.util.find_spec("deepspeed") is None:
+        assert "ds2: left out, since deepspeed is not installed" in done.stdout
+        names.remove("ds2")
+    result = json.loads(figures.read_text())["tiny"]
+    engines = result["engines"]
+    assert list(engines) == names
+    assert result["loss_difference"] <= 1e-5
+    sent = {name: statistics.median(each["sent_bytes"]) for name, each in engines.items()}
+    assert sent["plain"] == 0 and engines["plain"]["collectives"] == {}
+    for name in ("ddp", "stage0", "stage3"):  # beside the model's 140 kB there are heads of messages, padding and the norm
+        assert 1 <= sent[name] / engines[name]["ideal_bytes"] < 1.1, name
+    assert engines["stage3"]["ideal_bytes"] == 1.5 * engines["stage0"]["ideal_bytes"]
+    assert sent["fsdp2"] > 1.2 * engines["fsdp2"]["ideal_bytes"]  # gloo's reduce-scatter sends twice
+    for each in engines.values():
+        assert len(each["wall_seconds"]) == len(each["cpu_seconds"]) == 1
+        assert each["calls"] > 0
+        # Weights and both moments at least, or half of them; activations come on top within a step.
+        assert 6 * result["parameters"] < each["held_bytes"] < each["peak_bytes"]
+    assert engines["stage3"]["collectives"]["allgather_base"] > 1
+    for name in names:
+        assert name in done.stdout
+
+
+def test_an_engine_of_ones_own_joins_and_other_losses_are_told(tmp_path):
+    extra = tmp_path / "extra.py"
+    extra.write_text("def make(name, model, loss, mesh, clip):\n    return lambda: float(loss(model).detach()) * 1.001\n")
+    small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--engines", "ddp,off", "--extra", str(extra)]
+    done = run("engines.py", *small)
+    assert done.returncode == 1
+    assert "tiny: the losses of off and ddp differ by 0.001" in done.stderr
+
+
+def test_engines_nobody_knows_are_refused():
+    done = run("engines.py", "--engines", "stage4", "--models", "huge")
+    assert done.returncode == 2
+    assert "--engines stage4: not among plain, ddp" in done.stderr
+    assert "--engines must name ddp" in done.stderr
+    assert "--models huge: not among light" in done.stderr
+
+
+def test_a_link_has_its_rate_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    if why := load("link", monkeypatch).missing():
+        pytest.skip(why)
+    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    figures, steps, rate = tmp_path / "figures.json", 6, 4.0
+    small = ["--models", "tiny", "--rounds", "1", "--steps", str(steps), "--engines", "ddp,stage0", "--json", str(figures)]
+    done = run("engines.py", "--link", str(rate), *small)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(figures.read_text())["tiny"]
+    for name, each in result["engines"].items():
+        at_once = 256 * 1024  # bytes that the shaper lets through before it shapes
+        least = (each["sent_bytes"][0] * steps - at_once) * 8 / (rate * 1e6)
+        assert each["wall_seconds"][0] * steps > least > 0.5, name
+    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout == before
+
+
+def test_section_zero_runs_without_a_card(tmp_path):
+    done = run("device.py", "--section", "zero", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "zero.json").read_text())
+    assert figures["device"] == "cpu"
+    assert figures["checks"]["losses of two ranks are those of one, at every stage"] is True
+    assert figures["checks"]["stage3: the host waits for nothing in a step"] is None
+    assert "not on this device  stage3: the host waits for nothing in a step" in done.stdout
+    assert set(figures["stages"]) == {"stage0", "stage1", "stage2", "stage3"}
+    bytes_of = {
+        name: {op: each["bytes"] for op, each in stage["traffic"].items()} for name, stage in figures["stages"].items()
+    }
+    # Seven eighths of the model, twice by an all-reduce; once by each of the others, and gathered twice at stage 3.
+    whole = bytes_of["stage0"]["all_reduce/dp"]
+    assert whole == pytest.approx(2 * 4 * figures["parameters"] * 7 / 8, rel=0.05)
+    assert bytes_of["stage3"]["all_gather/dp"] == pytest.approx(whole, rel=0.05)
+    assert bytes_of["stage3"]["reduce_scatter/dp"] == pytest.approx(whole / 2, rel=0.05)
+    for stage in figures["stages"].values():
+        with gzip.open(tmp_path / stage["trace"]["file"], "rt") as trace:
+            assert {"traced step", "forward", "backward", "update"} <= {e.get("name") for e in json.load(trace)["traceEvents"]}
+
+
+def test_what_a_trace_of_a_card_says(tmp_path, monkeypatch):
+    def event(category, name, start, stop, stream=None):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start, "args": {"stream": stream}}
+
+    events = [
+        event("user_annotation", "traced step", 0, 1000),
+        event("kernel", "gemm", 100, 300, stream=7),
+        event("kernel", "gemm", 250, 400, stream=7),  # touches the last
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 350, 500, stream=13),  # 50 of its 150 µs behind a kernel
+        event("kernel", "fill", 500, 520, stream=13),  # a collective's own
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 700, 800, stream=13),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 700, 900, stream=7),
+        event("cuda_runtime", "cudaStreamSynchronize", 600, 700),
+        event("cuda_runtime", "cudaDeviceSynchronize", 1100, 1200),  # after the step
+        {"ph": "i", "name": "something else"},
+    ]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = load("device_zero", monkeypatch).read_trace(tmp_path / "trace.json.gz")
+    assert found["compute_seconds"] == pytest.approx(300e-6)
+    assert found["communication_seconds"] == pytest.approx(250e-6)
+    assert found["overlapped_seconds"] == pytest.approx(50e-6)
+    assert found["exposed_seconds"] == pytest.approx(200e-6)
+    assert found["host_waits"] == ["cudaStreamSynchronize"]

@@ -15,6 +15,8 @@ _PUBLIC = {
     "AdamW": "dist_train.optim",
     "Adam": "dist_train.optim",
     "SGD": "dist_train.optim",
+    "Muon": "dist_train.optim",
+    "AdamW8bit": "dist_train.optim",
 }
 __all__ = ["__version__", *_PUBLIC]
 

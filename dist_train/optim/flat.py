@@ -10,7 +10,7 @@ A recipe is a value; `bind` makes the optimizer with its state in place, so a ch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class AdamW(Recipe):
     weight_decay: float = 0.1
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return _Adaptive(self, torch._fused_adamw_, segments)
+        return FusedAdam(self, torch._fused_adamw_, segments)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Adam(Recipe):
     weight_decay: float = 0.0
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return _Adaptive(self, torch._fused_adam_, segments)
+        return FusedAdam(self, torch._fused_adam_, segments)
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,20 @@ class _Flat:
     """
 
     moment_names: tuple[str, ...] = ()
+    alignment = ALIGNMENT  # elements at multiples of which parameters begin
 
     def __init__(self, segments: Sequence[FlatSegment], weight_decay: float) -> None:
         self._segments, self._weight_decay = segments, weight_decay
-        self._moments = [{name: s.zeros(name) for name in self.moment_names} for s in segments]
+        self._moments = [self._new_state(segment) for segment in segments]
         ends = list(itertools.accumulate((len(s.parts) for s in segments), initial=0))
         self._places = [slice(start, stop) for start, stop in itertools.pairwise(ends)]  # of a segment's counts in `_steps`
         device = segments[0].master.device if segments else None
         self._steps = torch.zeros(ends[-1], dtype=torch.float32, device=device)
         self._step = self._steps.unbind()
         self._apart: set[int] = set()  # segments whose parameters have different counts
+
+    def _new_state(self, segment: FlatSegment) -> dict[str, Tensor]:
+        return {name: segment.zeros(name) for name in self.moment_names}
 
     def step(
         self, lr: float, grad_scale: Tensor, found_inf: Tensor, segments: range | None = None, idle: Collection[str] = ()
@@ -113,6 +117,12 @@ class _Flat:
             for place, out in enumerate(names, self._places[at].start):
                 if out:
                     self._step[place].sub_(1 - found_inf)
+        self._update(chosen, left_out, lr, grad_scale, found_inf)
+
+    def _update(
+        self, chosen: Iterable[int], left_out: Mapping[int, Sequence[bool]], lr: float, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """Update these segments, whose counts are those after it. `left_out`: for some, which of their parts stay as they are."""
         runs: dict[float, list[_Run]] = {}
         for at in chosen:
             decay = 0.0 if self._segments[at].group == "no_decay" else self._weight_decay
@@ -135,8 +145,9 @@ class _Flat:
         for index, part in enumerate(segment.parts):
             if not (left_out and left_out[index]):
                 # With the padding behind it, so that vector loops have no tail: the same bits however shards are cut.
-                run = slice(part.at.start, min(segment.master.numel(), -(-part.at.stop // ALIGNMENT) * ALIGNMENT))
-                yield segment.master[run], grad[run], [moment[run] for moment in moments], self._step[start + index]
+                run = slice(part.at.start, min(segment.master.numel(), -(-part.at.stop // self.alignment) * self.alignment))
+                state = [moment[_of(moment, run, segment.master.numel())] for moment in moments]
+                yield segment.master[run], grad[run], state, self._step[start + index]
 
     def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
         """Update all runs in one launch. `moments`: for each run, its state in the order of `moment_names`."""
@@ -153,7 +164,15 @@ class _Flat:
         self._apart = {at for at, place in enumerate(self._places) if len(set(counts[place])) > 1}
 
 
-class _Adaptive(_Flat):
+def _of(moment: Tensor, run: slice, numel: int) -> slice:
+    """Where the state of the elements `run`, out of `numel`, lies in a moment: it has one element for each, or for each block."""
+    block = max(1, numel // max(1, moment.numel()))
+    return slice(run.start // block, run.stop // block)
+
+
+class FusedAdam(_Flat):
+    """Adam or AdamW, whichever `kernel` is."""
+
     moment_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, recipe: Adam | AdamW, kernel: Callable[..., None], segments: Sequence[FlatSegment]) -> None:

@@ -135,10 +135,6 @@ class Collectives:
             return None
         return [store.get(key).decode() for key in keys]
 
-    def is_host(self, group: Group) -> bool:
-        """True where collectives of the group take tensors in host memory."""
-        return group.size == 1 or _is_gloo(group)
-
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has come here."""
         if group.size > 1:

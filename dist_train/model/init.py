@@ -20,17 +20,23 @@ _RESIDUAL_OUTPUTS = (".attention.out.weight", ".mlp.down.weight")
 
 
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter in place: norms 1, biases 0, matrices and embeddings normal with `weight_std`."""
-    generator = torch.Generator()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # a tied weight comes once, as the embedding
-            if name.endswith(".bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                generator.manual_seed(_stream(seed, name))
-                parameter.normal_(0.0, weight_std(name, parameter, config), generator=generator)
+    """Fill every parameter in place, as `init_weight` does."""
+    for name, parameter in model.named_parameters():  # a tied weight comes once, as the embedding
+        init_weight(name, parameter.data, config, seed)
+
+
+def init_weight(name: str, values: Tensor, config: ModelConfig, seed: int) -> None:
+    """Fill one parameter, on any device: norms 1, biases 0, matrices and embeddings normal with `weight_std`."""
+    if name.endswith(".bias"):
+        values.zero_()
+    elif values.ndim == 1:
+        values.fill_(1.0)
+    else:
+        host = values if values.device.type == "cpu" else torch.empty(values.shape, dtype=values.dtype)
+        generator = torch.Generator().manual_seed(_stream(seed, name))
+        host.normal_(0.0, weight_std(name, values, config), generator=generator)
+        if host is not values:
+            values.copy_(host)
 
 
 def weight_std(name: str, weight: Tensor, config: ModelConfig) -> float:

@@ -27,15 +27,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives, Handle
+from dist_train.comm.compress import ExactWeights, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group
 from dist_train.zero.layout import BucketLayout, owned_part, slot_parts
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import FlatSegment
+from dist_train.zero.residency import DeviceMemory, HostMemory, Memory
 
 
 class Residence(enum.Enum):
@@ -50,61 +53,106 @@ class Phase(enum.Enum):
     REDUCED = "reduced"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What all buckets of an engine share."""
+
+    policy: ShardPolicy
+    precision: Precision
+    shards: Group
+    replicas: Group
+    comm: Collectives
+    state: Memory  # of masters and moments
+    store: Memory  # of `shard` at stage 3
+    wire: WireRecipe  # how gradients travel
+    weights: WeightWire  # how parameters travel
+    fill: Callable[[str, nn.Parameter, Tensor], None]  # writes a parameter's first values into a tensor of its shape
+    complete: Callable[[ParamBucket], None]  # called when every gradient of a bucket has arrived
+
+
+class Scratch:
+    """Memory for the first values of one bucket after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros; what was taken before is overwritten."""
+        if self._memory.numel() < numel * dtype.itemsize or self._memory.device != device:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # gives the old memory back first
+            self._memory = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
+        return self._memory[: numel * dtype.itemsize].view(dtype).zero_()
+
+
 class ParamBucket:
-    """Owns the memory of its parameters from construction on; `complete` is called when every gradient has arrived.
+    """Owns the memory of its parameters from construction on.
 
     All its parameters are trainable or all are frozen; frozen ones have no gradient, no master and no optimizer state.
     """
 
     def __init__(
-        self,
-        layout: BucketLayout,
-        params: Sequence[nn.Parameter],
-        policy: ShardPolicy,
-        precision: Precision,
-        shards: Group,
-        replicas: Group,
-        comm: Collectives,
-        complete: Callable[[ParamBucket], None],
+        self, layout: BucketLayout, params: Sequence[nn.Parameter], setting: Setting, number: int, scratch: Scratch
     ) -> None:
-        self.layout, self.params, self.policy, self.precision = layout, list(params), policy, precision
+        self.layout, self.params, self.number = layout, list(params), number
+        self.policy, self.precision = setting.policy, setting.precision
         self.trainable = self.params[0].requires_grad
-        self._shards, self._replicas, self._comm, self._complete = shards, replicas, comm, complete
-        self.number = 0  # its place among the engine's buckets
-        self.owned = layout.shard(shards.index) if policy.optim else slice(0, layout.numel)
-        self._place_parameters()
-        if self.trainable:
-            self._place_gradients()
-
-    def _place_parameters(self) -> None:
+        self._shards, self._replicas, self._comm = setting.shards, setting.replicas, setting.comm
+        self._state, self._store, self._weights = setting.state, setting.store, setting.weights
+        self._complete = setting.complete
+        self.owned = layout.shard(setting.shards.index) if self.policy.optim else slice(0, layout.numel)
         device, compute = self.params[0].device, self.precision.compute or self.params[0].dtype
-        # A master keeps what the cast to the compute dtype would lose, so the cast comes after it was filled.
-        wide = self.precision.master if self.trainable else compute
-        initial = torch.zeros(self.layout.numel, dtype=wide, device=device)
-        for param, view in zip(self.params, self._views(initial), strict=True):
-            view.copy_(param.detach())
+        # A master keeps what the cast to the compute dtype would lose, so first values come in its dtype.
+        initial = scratch.take(layout.numel, self.precision.master if self.trainable else compute, device)
+        for slot, param, view in zip(layout.slots, self.params, self._views(initial), strict=True):
+            setting.fill(slot.name, param, view)
         self._comm.broadcast(initial, self._shards).wait()
         self._comm.broadcast(initial, self._replicas).wait()
-        self.full = initial.to(compute)
+        self._place_parameters(initial, compute)
+        if self.trainable:
+            self._place_master(initial)
+            self._place_gradients(setting.wire)
+
+    def _place_parameters(self, initial: Tensor, compute: torch.dtype) -> None:
+        self.full = torch.empty(self.layout.numel, dtype=compute, device=initial.device)
         for param, view in zip(self.params, self._views(self.full), strict=True):
             param.data = view
-        mine = self.full[self.owned]
-        self.shard = mine.clone() if self.policy.param else mine
-        part = initial[self.owned]
-        self.master = self.shard if wide == compute else part.clone() if self.policy.optim else part
-        self.residence, self._gathering = Residence.FULL, Handle()
-        self.release()
+        if self.policy.param:
+            self.shard = self._store.zeros(self.layout.shard_numel, compute, f"parameters {self.name}")
+            self.shard.copy_(initial[self.owned])
+            _free(self.full)  # nothing was written into it yet, so it never took memory
+        else:
+            self.shard = self.full.copy_(initial)[self.owned]
+        self.residence, self._gathering = Residence.SHARDED if self.policy.param else Residence.FULL, Handle()
 
-    def _place_gradients(self) -> None:
+    def _place_master(self, initial: Tensor) -> None:
+        part, self._remainder = initial[self.owned], None
+        # A gather that rounds writes over this rank's part of `full` too.
+        rounded = not self.policy.param and not isinstance(self._weights, ExactWeights)
+        if self.precision.split:
+            self._remainder = self._state.zeros(part.numel(), torch.int16, f"remainders of {self.name}")
+            self.master = torch.empty_like(part, device=self._state.device).copy_(part)
+            self.close_master()
+        elif self._state.kind == self._store.kind == "device" and part.dtype == self.shard.dtype and not rounded:
+            self.master = self.shard
+        else:
+            self.master = self._state.zeros(part.numel(), part.dtype, f"masters of {self.name}").copy_(part)
+
+    def _place_gradients(self, wire: WireRecipe) -> None:
         device, dtype = self.full.device, self.precision.grad
-        self.grad_full = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+        self._wire = wire.bind(self.layout.numel, device)
+        self.grad_full = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._grad_views = self._views(self.grad_full)
         self._grad_padding = [self.grad_full[gap] for gap in self.layout.padding]
+        self.grad = self.grad_full[self.owned]
+        elsewhere = self._state.kind != "device"
         if self.policy.grad:
-            self.grad = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            place = HostMemory(device) if elsewhere else DeviceMemory(device)
+            self.grad = place.zeros(self.layout.shard_numel, dtype, f"gradients of {self.name}")
             _free(self.grad_full)
         else:
-            self.grad = self.grad_full[self.owned]
+            self.grad_full.zero_()
+        # What the optimizer reads, where it steps.
+        self._handed = self.grad if self.policy.grad or not elsewhere else torch.zeros_like(self.grad, device=self._state.device)
         self._earlier: Tensor | None = None  # Σ of earlier rounds, below stage 2
         self._reduced_before = False  # `grad` holds earlier rounds, at stages 2 and 3
         self.phase, self._fresh, self._handle = Phase.ACCUMULATING, True, Handle()
@@ -128,7 +176,8 @@ class ParamBucket:
         """Start bringing `full` together, unless it is there or on its way."""
         if self.residence is Residence.SHARDED:
             _allocate(self.full)
-            self._gathering = self._comm.all_gather(self.full, self.shard, self._shards)
+            self._store.ahead([self.shard])
+            self._gathering = self._weights.all_gather(self._comm, self.full, self.shard.to(self.full.device), self._shards)
             self.residence = Residence.GATHERING
 
     def ensure_full(self) -> None:
@@ -142,6 +191,7 @@ class ParamBucket:
         """Give the memory of `full` back, where it is sharded."""
         if self.policy.param and self.residence is Residence.FULL:
             _free(self.full)
+            self._store.done([self.shard])
             self.residence = Residence.SHARDED
 
     # Gradients: they arrive, are collected into grad_full, and are reduced
@@ -199,18 +249,16 @@ class ParamBucket:
         """Start summing `grad_full` over data ranks, into `grad`."""
         assert self.phase is Phase.ACCUMULATING
         self.phase = Phase.REDUCING
-        wire = self.grad_full.to(self.precision.reduce)  # itself where the dtypes agree
         if not self.policy.optim:
-            work = self._comm.all_reduce(wire, self._shards)
-            self._handle = Handle(work, None if wire is self.grad_full else lambda: self._take(wire))
+            self._handle = self._wire.all_reduce(self._comm, self.grad_full, self._shards)
             return
-        part = torch.empty(self.layout.shard_numel, dtype=wire.dtype, device=wire.device)
-        inside = self._comm.reduce_scatter(part, wire, self._shards)
+        part = torch.empty(self.layout.shard_numel, dtype=self.precision.reduce, device=self.grad_full.device)
+        inside = self._wire.reduce_scatter(self._comm, part, self.grad_full, self._shards)
         self._handle = Handle(inside, lambda: Handle(self._comm.all_reduce(part, self._replicas), lambda: self._take(part)))
 
     def _take(self, part: Tensor) -> None:
         if self._reduced_before:
-            self.grad += part
+            self.grad += part.to(self.grad.device)
         else:
             self.grad.copy_(part)
         if self.policy.grad:
@@ -232,6 +280,8 @@ class ParamBucket:
         if self._earlier is not None:
             self.grad += self._earlier
             self._earlier = None
+        if self._handed is not self.grad:
+            self._handed.copy_(self.grad)
 
     def own_slice_of_grad(self) -> Tensor:
         """The reduced gradients that this rank counts in the norm: its slice, even where it holds more; replicas split theirs."""
@@ -245,24 +295,62 @@ class ParamBucket:
         return [self.layout.slots[at].name for at in sorted(self._idle or ())]
 
     def publish(self) -> None:
-        """Begin to show the module what the optimizer made of `master`, and get ready for the next step's gradients.
+        """Begin to show the module what `close_master` made of it, and get ready for the next step's gradients.
 
         `ensure_full` waits for it."""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master)
-        if self.trainable:
-            self.phase, self._fresh, self._reduced_before, self._idle = Phase.ACCUMULATING, True, False, None
+        self.phase, self._fresh, self._reduced_before, self._idle = Phase.ACCUMULATING, True, False, None
         if self.policy.optim and not self.policy.param:
-            self._gathering = self._comm.all_gather(self.full, self.shard, self._shards)
+            self._gathering = self._weights.all_gather(self._comm, self.full, self.shard, self._shards)
             self.residence = Residence.GATHERING
+
+    # Masters: opened before the optimizer or a checkpoint uses them, closed after they were written
+
+    def open_master(self) -> None:
+        """`master` holds its values. (It always does, but where masters are split and it has no memory between steps.)"""
+        if self._remainder is not None and self.master.untyped_storage().nbytes() == 0:
+            _allocate(self.master)
+            high = self.shard.to(self._remainder.device).view(torch.int16).to(torch.int32)
+            torch.add(self._remainder, high << 16, out=self.master.view(torch.int32))
+
+    def close_master(self) -> None:
+        """`shard` takes the values of `master`, in its own dtype."""
+        if self._remainder is None:
+            if self.master is not self.shard:
+                self.shard.copy_(self.master)
+        elif self.master.untyped_storage().nbytes():
+            # To the nearest 16 high bits; what they lack, up or down, fits in 16 more. (A tie goes away from zero, not to even,
+            # or the remainder of one that went down would not fit.)
+            bits = self.master.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            self._remainder.copy_(bits - (high << 16))
+            self.shard.copy_(high.to(torch.int16).view(torch.bfloat16))
+            _free(self.master)
+        if self.policy.param:
+            self._store.done([self.shard])
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """What the memory of optimizer state made for this bucket."""
+        return [] if self.master is self.shard else [self.master if self._remainder is None else self._remainder]
+
+    def settle(self, skipped: Tensor) -> None:
+        """The step's verdict: what gradients left behind on their way is kept, or where it was skipped as before."""
+        self._wire.settle(skipped)
+
+    def residual(self) -> Tensor | None:
+        """What gradients left behind on their way, as long as the bucket; None where nothing is."""
+        return self._wire.residual()
 
     def segments(self) -> list[FlatSegment]:
         """What the optimizer updates here, one run for each of the layout's segments."""
         found = []
+        self.open_master()  # views are made of memory that is there
         for segment in self.layout.segments:
             at = owned_part(segment, self.owned)
             held = slice(self.owned.start + at.start, self.owned.start + at.stop)
-            found.append(FlatSegment(segment.group, self.master[at], self.grad[at], slot_parts(segment.slots, held)))
+            parts = slot_parts(segment.slots, held)
+            found.append(FlatSegment(segment.group, self.master[at], self._handed[at], parts, self._state))
+        self.close_master()
         return found
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -271,9 +359,11 @@ class ParamBucket:
         if self.trainable:
             gradients = [self.grad_full, *([self.grad] if self.policy.grad else [])]
             gradients += [] if self._earlier is None else [self._earlier]
+            gradients += [] if self._handed is self.grad else [self._handed]
+            gradients += [residual for residual in [self.residual()] if residual is not None]
         return {
             "parameters": [self.full, *([self.shard] if self.policy.param else [])],
-            "masters": [] if self.master is self.shard else [self.master],
+            "masters": self.state_tensors if self.trainable else [],
             "gradients": gradients,
         }
 

@@ -13,24 +13,28 @@ that got no gradient counts as zero, so a rank that skips a branch neither hangs
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
+from dist_train.comm.compress import Exact, ExactWeights, TopK, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.params.geometry import Piece, flat_range_boxes
-from dist_train.zero.bucket import ParamBucket
+from dist_train.zero.birth import leave_meta
+from dist_train.zero.bucket import ParamBucket, Scratch, Setting
 from dist_train.zero.layout import ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.order import GatherOrder
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import Optimizer, StepReport
+from dist_train.zero.residency import Residency, walk
 from dist_train.zero.units import UnitHooks, users_of_parameters, wait_before_use
 
 _IN_FLIGHT = 2  # reductions whose gradients are in memory at once, at stages 2 and 3
@@ -51,6 +55,12 @@ class ZeroEngine:
             unit waits for its own. Who reads parameters in another way must call `wait` first.
         skip_unused: leave a parameter that got no gradient on any rank as it is, with its moments and its count of updates, as
             torch's optimizers do. Off, its gradient is zero; a step then reads nothing on the host.
+        residency: where optimizer state, and at stage 3 shards of parameters, live; default: on the device. State that lives
+            elsewhere is stepped by the CPU.
+        wire: how gradients travel (`comm/compress.py`); default: in the reduce dtype of `precision`.
+        weight_wire: how parameters travel when they are gathered; default: as they are.
+        init: fills a parameter, or a buffer, that the module holds on the meta device, given its name. Parameters are made
+            bucket by bucket, so a model larger than one rank's memory can start at stage 3.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
     """
@@ -70,6 +80,10 @@ class ZeroEngine:
         replicas: int = 1,
         publish_ahead: bool = False,
         skip_unused: bool = True,
+        residency: Residency | None = None,
+        wire: WireRecipe | None = None,
+        weight_wire: WeightWire | None = None,
+        init: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
         self.policy, self.precision = policy or ShardPolicy(), precision or Precision()
@@ -82,29 +96,51 @@ class ZeroEngine:
         if replicas > 1 and not self.policy.optim:
             raise ValueError(f"replicas={replicas}: at stage 0 every rank is a replica already; set stage 1 to 3 or replicas=1.")
         self.shards, self.replicas = mesh.split_data(replicas)
-        self._prepare_rest()
-        needed = self._make_buckets(optimizer, bucket_bytes)
+        residency = residency or Residency()
+        residency.check(self.policy)
+        unborn = leave_meta(module, mesh.device, init)
+
+        def fill(name: str, param: nn.Parameter, values: Tensor) -> None:
+            if init is not None and param in unborn:
+                first = values if values.dtype == param.dtype else values.to(param.dtype)
+                init(name, first)
+                values.copy_(first)
+            else:
+                values.copy_(param.detach())
+
+        self._prepare_rest(fill)
+        self._state, store = residency.memories(mesh.device)
+        self._wire = wire or Exact(self.precision.reduce)
+        setting = Setting(
+            self.policy, self.precision, self.shards, self.replicas, self.comm, self._state, store,
+            self._wire, weight_wire or ExactWeights(), fill, self._completed,
+        )  # fmt: skip
+        needed = self._make_buckets(optimizer, bucket_bytes, setting)
         gathering = self.shards if self.policy.param else Group("alone", (mesh.rank,), 0)
-        order = GatherOrder([bucket.name for bucket in [*self.buckets, *self.frozen]], gathering, self.comm, mesh.timeout)
+        named = sorted([*self.buckets, *self.frozen], key=lambda bucket: bucket.number)
+        order = GatherOrder([bucket.name for bucket in named], gathering, self.comm, mesh)
         self._units = UnitHooks(module, needed if self.policy.param else {}, order)
         if self._ahead:
             wait_before_use(module, needed)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
         self._segments = [segment for bucket in self.buckets for segment in bucket.segments()]
         self._optimizer, self._recipe = optimizer.bind(self._segments), optimizer
+        self._carried = 1.0  # the loss scale that residuals of a wire carry
         self._device = self.buckets[0].full.device
 
-    def _prepare_rest(self) -> None:
-        """Frozen parameters take the compute dtype, and they and the buffers the values of rank 0."""
-        for param in self.module.parameters():
-            if not param.requires_grad:
-                if self.precision.compute is not None and param.is_floating_point():
-                    param.data = param.data.to(self.precision.compute)
+    def _prepare_rest(self, fill: Callable[[str, nn.Parameter, Tensor], None]) -> None:
+        """Frozen parameters outside buckets take the compute dtype, and they and the module's buffers the values of rank 0."""
+        for name, param in self.module.named_parameters():
+            if not param.requires_grad and not self.policy.param:
+                values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                fill(name, param, values)
+                compute = self.precision.compute if param.is_floating_point() else None
+                param.data = values.to(compute or values.dtype)
                 self.comm.broadcast(param.data, self.mesh.data).wait()
         for buffer in self.module.buffers():
             self.comm.broadcast(buffer, self.mesh.data).wait()
 
-    def _make_buckets(self, optimizer: Optimizer, size: float) -> dict[str, list[ParamBucket]]:
+    def _make_buckets(self, optimizer: Optimizer, size: float, setting: Setting) -> dict[str, list[ParamBucket]]:
         """Make the buckets: by size, or at stage 3 one for each unit. Returns the buckets that each unit uses, by its name."""
         params = dict(self.module.named_parameters())
 
@@ -114,8 +150,11 @@ class ZeroEngine:
 
         def make(names: Sequence[str], size: float) -> list[ParamBucket]:
             layouts = plan_buckets([spec(name) for name in names], size, self.precision.reduce.itemsize, self.shards.size)
-            fixed = self.policy, self.precision, self.shards, self.replicas, self.comm, self._completed
-            return [ParamBucket(layout, [params[slot.name] for slot in layout.slots], *fixed) for layout in layouts]
+            held = [[params[slot.name] for slot in layout.slots] for layout in layouts]
+            pairs = zip(layouts, held, strict=True)
+            return [ParamBucket(layout, mine, setting, next(numbers), scratch) for layout, mine in pairs]
+
+        numbers, scratch = itertools.count(), Scratch()
 
         users = users_of_parameters(self.module)
         units = list(dict.fromkeys(unit for names in users.values() for unit in names))
@@ -130,14 +169,18 @@ class ZeroEngine:
         else:
             self.buckets = make([name for name, param in params.items() if param.requires_grad], size)
         needed: dict[str, list[ParamBucket]] = {unit: [] for unit in units}
-        for number, bucket in enumerate([*self.buckets, *self.frozen]):
-            bucket.number = number
+        for bucket in [*self.buckets, *self.frozen]:
             for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
                 needed[user].append(bucket)
         return needed
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Backward of one micro-batch. `last=False`: more follow before `step`, and stages 0 and 1 reduce only their sum."""
+        if self._carried != self.loss_scale:
+            for bucket in self.buckets:
+                if (residual := bucket.residual()) is not None:
+                    residual *= self.loss_scale / self._carried
+            self._carried = self.loss_scale
         for bucket in self.buckets:
             bucket.begin()
         self._last, self._next, self._in_backward, self._pending = last, 0, True, True
@@ -210,11 +253,31 @@ class ZeroEngine:
         )
         report, idle_somewhere = replace(report, sums=report.sums[:-1]), report.sums[-1]
         idle = self._idle_everywhere(idle) if self._skip_unused and bool(idle_somewhere) else []
-        self._optimizer.step(self._lr if lr is None else lr, divisor, report.skipped, idle=idle)
+        for bucket in self.buckets:
+            bucket.settle(report.skipped)
+        self._update(self._lr if lr is None else lr, divisor, report.skipped, idle)
         self._publish()
         if not self._ahead:
             self.wait()
         return report
+
+    def _update(self, lr: float, divisor: Tensor, skipped: Tensor, idle: Collection[str]) -> None:
+        """The optimizer's step, where state lives; bucket by bucket where not all of it is to be in memory at once."""
+        divisor, skipped = divisor.to(self._state.device), skipped.to(self._state.device)
+        if self._state.resident_at_once and not self.precision.split:
+            self._optimizer.step(lr, divisor, skipped, idle=idle)
+            self.put_away()
+            return
+        ends = itertools.accumulate((len(bucket.layout.segments) for bucket in self.buckets), initial=0)
+        owned = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+        state = [
+            bucket.state_tensors + [tensor for at in segments for tensor in self._optimizer.moments(at).values()]
+            for bucket, segments in zip(self.buckets, owned, strict=True)
+        ]
+        for index in walk(self._state, state):
+            self.buckets[index].open_master()
+            self._optimizer.step(lr, divisor, skipped, owned[index], idle)
+            self.buckets[index].close_master()
 
     def _idle_everywhere(self, idle: Collection[str]) -> list[str]:
         """The parameters that got no gradient in this step on any rank."""
@@ -239,6 +302,11 @@ class ZeroEngine:
         Writing into these tensors and then calling `restored` brings a state back.
         """
         self.wait()
+        for bucket in self.buckets:
+            bucket.open_master()
+            if (residual := bucket.residual()) is not None:
+                for part in slot_parts(bucket.layout.slots, slice(0, bucket.layout.numel)):
+                    yield from part_pieces(f"residual/{self.mesh.data.index}/{part.slot.name}", part, residual)
         for index, segment in enumerate(self._segments):
             moments, steps = self._optimizer.moments(index), self._optimizer.steps(index)
             for part, step in zip(segment.parts, steps.unbind(), strict=True):
@@ -261,8 +329,14 @@ class ZeroEngine:
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
         self._optimizer.restored()
+        self.put_away()
         self._publish()
         self.wait()
+
+    def put_away(self) -> None:
+        """Give back memory that `pieces` took, when nothing was written into them."""
+        for bucket in self.buckets:
+            bucket.close_master()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind (parameters, masters, gradients, moments), counted from the tensors themselves."""
@@ -279,17 +353,25 @@ class ZeroEngine:
 
     def predicted_bytes(self) -> dict[str, int]:
         """What `held_bytes` says between steps, from the layouts alone, for a module without frozen parameters."""
-        precision, groups = self.precision, {segment.group for bucket in self.buckets for segment in bucket.layout.segments}
+        precision, layouts = self.precision, [bucket.layout for bucket in self.buckets]
+        groups = {segment.group for layout in layouts for segment in layout.segments}
         compute = precision.compute or self.buckets[0].params[0].dtype
-        return state_bytes(
-            [bucket.layout for bucket in self.buckets],
+        own_master = self.buckets[0].master is not self.buckets[0].shard
+        found = state_bytes(
+            layouts,
             self.policy,
             self.shards.index,
             compute=compute.itemsize,
             grad=precision.grad.itemsize,
-            master=0 if compute == precision.master else precision.master.itemsize,
+            master=2 if precision.split else precision.master.itemsize if own_master else 0,
             moments={group: self._recipe.state_bytes(group, precision.master.itemsize) for group in groups},
         )
+        if isinstance(self._wire, TopK):
+            found["gradients"] += 4 * sum(layout.numel for layout in layouts)
+        if self._state.kind != "device" and not self.policy.grad:  # the optimizer reads a copy on its side
+            owned = (layout.shard_numel if self.policy.optim else layout.numel for layout in layouts)
+            found["gradients"] += precision.grad.itemsize * sum(owned)
+        return found
 
 
 def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:

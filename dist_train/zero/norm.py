@@ -20,18 +20,18 @@ _CHUNK = 1 << 15  # elements; the fp64 copy of one chunk stays in cache
 
 
 def sum_of_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Σx² over flat tensors of any float dtype, as an fp64 scalar on `device`."""
+    """Σx² over flat tensors of any float dtype, each on `device` or the host, as an fp64 scalar on `device`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if device.type == "cuda":
-        for part in parts:
-            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-        return total
+    on_host = torch.zeros((), dtype=torch.float64)
     scratch = torch.empty(_CHUNK, dtype=torch.float64)
     for part in parts:
-        for chunk in part.split(_CHUNK):
-            wide = scratch[: chunk.numel()].copy_(chunk)
-            total += torch.dot(wide, wide)
-    return total
+        if part.device.type == "cpu":
+            for chunk in part.split(_CHUNK):
+                wide = scratch[: chunk.numel()].copy_(chunk)
+                on_host += torch.dot(wide, wide)
+        else:
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return total + on_host.to(device)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

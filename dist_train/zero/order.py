@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 
 from dist_train.comm.collectives import Collectives
-from dist_train.mesh.mesh import Group
+from dist_train.mesh.mesh import Group, ParallelMesh
 
 _PATIENCE = timedelta(seconds=60)  # at most, for ranks that compute longer
 
@@ -30,8 +30,9 @@ class OrderError(RuntimeError):
 class GatherOrder:
     """Watches the gathers of one engine over `group`. `names`: what to call each bucket in errors."""
 
-    def __init__(self, names: Sequence[str], group: Group, comm: Collectives, timeout: timedelta | None) -> None:
-        self._names, self._group, self._comm = names, group, comm
+    def __init__(self, names: Sequence[str], group: Group, comm: Collectives, mesh: ParallelMesh) -> None:
+        self._names, self._group, self._comm, self._device = names, group, comm, mesh.device
+        timeout = mesh.timeout
         self._patience = _PATIENCE if timeout is None else min(_PATIENCE, timeout / 2)
         self._known: dict[bool, list[int]] = {}  # the last pass with, and the last one without gradients
         self._now: list[int] = []
@@ -56,9 +57,8 @@ class GatherOrder:
             self._compare(index)
 
     def _compare(self, index: int) -> None:
-        device = "cpu" if self._comm.is_host(self._group) else "cuda"
-        found = torch.empty(self._group.size, dtype=torch.int64, device=device)
-        self._comm.all_gather(found, torch.tensor([index], device=device), self._group).wait()
+        found = torch.empty(self._group.size, dtype=torch.int64, device=self._device)
+        self._comm.all_gather(found, torch.tensor([index], device=self._device), self._group).wait()
         self._require_equal([self._names[other] for other in found.tolist()], index)
 
     def _turn(self, index: int, expected: str) -> None:

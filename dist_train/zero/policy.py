@@ -35,3 +35,8 @@ class Precision:
     grad: torch.dtype = torch.float32  # micro-batch gradients accumulate in this
     reduce: torch.dtype = torch.float32  # gradients travel in this; bf16 rounds at every hop
     master: torch.dtype = torch.float32  # the weights that the optimizer updates
+    split: bool = False  # fp32 masters as the bf16 weight and the 16 bits that it lacks: 4 bytes for both instead of 6
+
+    def __post_init__(self) -> None:
+        if self.split and (self.compute, self.master) != (torch.bfloat16, torch.float32):
+            raise ValueError(f"{self}: a split master is the high half of an fp32 number as the bf16 weight; set compute=bf16.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from dist_train.params.geometry import Piece
 from dist_train.zero.layout import Cut, SlotPart
+from dist_train.zero.residency import DeviceMemory, Memory
 
 
 @dataclass
@@ -24,11 +26,14 @@ class FlatSegment:
     master: Tensor
     grad: Tensor
     parts: Sequence[SlotPart]  # the parameters, or parts of them, in `master`; between them is padding
+    memory: Memory | None = None  # of the optimizer's state; None: beside `master`
 
     def zeros(self, name: str, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed tensor for the optimizer's state `name`: like `master`, or flat with `numel` elements."""
         shape = self.master.shape if numel is None else (numel,)
-        return torch.zeros(shape, dtype=dtype or self.master.dtype, device=self.master.device)
+        memory = self.memory or DeviceMemory(self.master.device)
+        told = f"{name} of {self.parts[0].slot.name}" if self.parts else name
+        return memory.zeros(math.prod(shape), dtype or self.master.dtype, told).view(shape)
 
 
 class BoundOptimizer(Protocol):
@@ -108,6 +113,9 @@ class Engine(Protocol):
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
+
+    def put_away(self) -> None:
+        """Give back memory that `pieces` took, when nothing was written into them."""
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind: parameters, masters, gradients, moments."""

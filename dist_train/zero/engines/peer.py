@@ -121,6 +121,9 @@ class PeerEngine:
         """Take up what was written into the tensors of `pieces`."""
         self._optimizer.restored()
 
+    def put_away(self) -> None:
+        """`pieces` takes no memory."""
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind, each memory counted once. Buffers that torch keeps to itself are not among them."""
         gradients = [self._gradient(share) for share in self._shares if share.param.grad is not None]

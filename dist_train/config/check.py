@@ -40,7 +40,7 @@ _CHOICES = {
     "precision.compute": ("fp32", "bf16", "fp16"),
     "precision.grad": ("fp32", "bf16"),
     "precision.master": ("fp32", "bf16"),
-    "optim.name": ("sgd", "momentum", "adam", "adamw"),
+    "optim.name": ("sgd", "momentum", "adam", "adamw", "adamw8bit", "muon"),
     "lr.schedule": ("constant", "linear", "cosine", "wsd"),
     "remat": ("none", "selective", "full"),
     "attention": ("auto", "sdpa", "math"),
@@ -51,6 +51,9 @@ _CHOICES = {
 
 # Other people's engines: the ZeRO stage that they are, and the keys of `shard` that they read beside it.
 _PEERS = {"ddp": (0, ("bucket_mb",)), "fsdp2": (3, ("reduce_dtype",))}
+
+# Optimizers that cannot do with any part of a parameter, and what they need of it.
+_UNCUT = {"adamw8bit": "blocks of 256 elements", "muon": "matrices"}
 
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
@@ -108,6 +111,8 @@ def check(config: Config, world_size: int) -> list[Problem]:
         problems += _model(config)
     if not wrong & {"train", "mesh", "shard", "launch"}:
         problems += [*_batch(config, world_size), *_ranks(config, world_size), *_engine(config, world_size)]
+    if not wrong & {"optim", "shard", "precision"}:
+        problems += _optimizer(config)
     return problems
 
 
@@ -257,6 +262,15 @@ def _engine(config: Config, world_size: int) -> Iterator[Problem]:
             yield Problem(key, get(config, key), rule, remedy)
     if world_size == 1:
         yield Problem("shard.engine", engine, "works over two ranks or more", "set mesh.dp=2, or shard.engine=native")
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    name, engine = config.optim.name, config.shard.engine
+    if name in _UNCUT and engine != "native":
+        rule = f"needs whole {_UNCUT[name]}, and shard.engine=native alone cuts by that"
+        yield Problem("optim.name", name, rule, "set shard.engine=native, or optim=adamw")
+    if name == "adamw8bit" and config.precision.master != "fp32":
+        yield Problem("precision.master", config.precision.master, f"optim={name} updates fp32", "set precision.master=fp32")
 
 
 def _exists(pattern: str) -> bool:

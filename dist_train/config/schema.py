@@ -118,12 +118,12 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: str = "adamw"  # sgd | momentum | adam | adamw
+    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit (moments of one byte) | muon (hidden matrices; AdamW for the rest)
     lr: float = 3e-3  # peak learning rate: right for the small default model, larger ones want less
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    momentum: float = 0.9
+    momentum: float = 0.9  # momentum, muon
     weight_decay: float = 0.1  # not applied to norms, biases and other one-dimensional parameters
 
 

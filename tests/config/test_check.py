@@ -65,6 +65,19 @@ def test_each_rule_says_value_rule_and_remedy(override, words):
     assert any(words in text and override.split("=")[0] in text for text in found), found
 
 
+@pytest.mark.parametrize("optim", ["muon", "adamw8bit"])
+def test_an_optimizer_that_needs_whole_parts_is_refused_where_an_engine_cuts_anywhere(optim):
+    for engine, stage in (("ddp", 0), ("fsdp2", 3)):
+        (text,) = problems(f"optim={optim}", f"shard.engine={engine}", f"shard.stage={stage}", "mesh.dp=2")
+        assert text.startswith(f"optim.name={optim}: needs whole ") and "set shard.engine=native, or optim=adamw" in text
+    assert problems(f"optim={optim}", "shard.stage=3", "mesh.dp=2") == []
+
+
+def test_moments_of_eight_bits_go_with_fp32_masters():
+    (text,) = problems("optim=adamw8bit", "precision=bf16", "precision.master=bf16")
+    assert text.startswith("precision.master=bf16: optim=adamw8bit updates fp32")
+
+
 def test_F39_ranks_and_degrees_must_agree():
     assert any("multiply to 2 ranks but there are 3" in text for text in problems("mesh.dp=2", ranks=3))
     assert problems("mesh.dp=-1", ranks=4) == problems("mesh.dp=-1", ranks=2) == problems("mesh.dp=-1") == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.params.geometry import Piece
-from dist_train.zero.layout import Slot, SlotPart
+from dist_train.zero.layout import FLAT, Slot, SlotPart
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
 
@@ -55,6 +55,9 @@ class PeerEngine:
         self._frozen = [share for share in shares if not share.param.requires_grad]
         # Only where they lie is known yet; `step` puts the gradients in.
         groups = [optimizer.group(share.name, share.param) for share in self._shares]
+        if any(optimizer.cut(group) != FLAT for group in groups):
+            told = f"{type(optimizer).__name__}: it needs whole parameters or whole blocks of them, and this engine cuts without regard"
+            raise ValueError(f"{told}; set another optimizer, or shard.engine=native.")
         self._segments = [FlatSegment(g, s.local, s.local, [s.part]) for g, s in zip(groups, self._shares, strict=True)]
         self._optimizer, self._lr = optimizer.bind(self._segments), optimizer.lr
         self._pending = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dist_train.config.compose import ConfigError
@@ -34,12 +35,16 @@ _CHOICES = {
     "data.source": ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "synthetic", "blend"),
     "launch.kind": ("local",),
     "launch.device": ("auto", "cpu", "cuda"),
-    "shard.engine": ("native", "ddp", "fsdp2"),
+    "shard.engine": ("native", "ddp", "fsdp2", "deepspeed"),
     "shard.stage": (0, 1, 2, 3),
     "shard.reduce_dtype": ("fp32", "bf16"),
+    "shard.compress": ("none", "bf16", "int8", "topk"),
+    "shard.compress_weights": ("none", "int8"),
+    "shard.offload": ("none", "host", "nvme"),
+    "shard.offload_params": ("none", "host", "nvme"),
     "precision.compute": ("fp32", "bf16", "fp16"),
     "precision.grad": ("fp32", "bf16"),
-    "precision.master": ("fp32", "bf16"),
+    "precision.master": ("fp32", "bf16", "split"),
     "optim.name": ("sgd", "momentum", "adam", "adamw", "adamw8bit", "muon"),
     "lr.schedule": ("constant", "linear", "cosine", "wsd"),
     "remat": ("none", "selective", "full"),
@@ -49,8 +54,13 @@ _CHOICES = {
     "mesh.tp": (1,),
 }
 
-# Other people's engines: the ZeRO stage that they are, and the keys of `shard` that they read beside it.
-_PEERS = {"ddp": (0, ("bucket_mb",)), "fsdp2": (3, ("reduce_dtype",))}
+# Other people's engines: the ZeRO stages that they have, and the keys of `shard` that they read beside it.
+_PEERS = {
+    "ddp": ((0,), ("bucket_mb",)),
+    "fsdp2": ((3,), ("reduce_dtype",)),
+    "deepspeed": ((0, 1, 2, 3), ("bucket_mb", "reduce_dtype")),
+}
+_DEEPSPEED = "0.19."  # the series whose insides our engine knows
 
 # Optimizers that cannot do with any part of a parameter, and what they need of it.
 _UNCUT = {"adamw8bit": "blocks of 256 elements", "muon": "matrices"}
@@ -71,9 +81,9 @@ _AT_LEAST: dict[str, float] = {
     **{f"optim.{key}": 0 for key in ("beta1", "beta2", "momentum")},
 }
 _BELOW: dict[str, float] = {"model.dropout": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
-_AT_MOST: dict[str, float] = {"data.eval_fraction": 0.5}
+_AT_MOST: dict[str, float] = {"data.eval_fraction": 0.5, "shard.compress_fraction": 1}
 _ABOVE_ZERO = (
-    *("shard.bucket_mb", "launch.timeout_seconds", "optim.eps"),
+    *("shard.bucket_mb", "shard.compress_fraction", "launch.timeout_seconds", "optim.eps"),
     *("model.norm_eps", "model.rope_theta", "precision.loss_scale_min"),
 )
 _PATH_SOURCES = ("text", "jsonl", "parquet", "huggingface", "tokens")
@@ -110,7 +120,7 @@ def check(config: Config, world_size: int) -> list[Problem]:
     if not wrong & {"model", "train"}:  # these relations divide by single values, which must be sane
         problems += _model(config)
     if not wrong & {"train", "mesh", "shard", "launch"}:
-        problems += [*_batch(config, world_size), *_ranks(config, world_size), *_engine(config, world_size)]
+        problems += [*_batch(config, world_size), *_ranks(config, world_size), *_shard(config), *_engine(config, world_size)]
     if not wrong & {"optim", "shard", "precision"}:
         problems += _optimizer(config)
     return problems
@@ -246,13 +256,38 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("launch.ranks_per_node", launch.ranks_per_node, rule, "leave launch.ranks_per_node=0")
 
 
+def _shard(config: Config) -> Iterator[Problem]:
+    shard, precision = config.shard, config.precision
+    if shard.compress != "none" and shard.reduce_dtype != "fp32":
+        rule = f"shard.compress={shard.compress} says already what travels"
+        yield Problem("shard.reduce_dtype", shard.reduce_dtype, rule, "set shard.reduce_dtype=fp32")
+    if shard.compress_weights != "none" and shard.stage == 0:
+        yield Problem("shard.compress_weights", shard.compress_weights, "stage 0 gathers no weights", "set shard.stage=1, 2 or 3")
+    if shard.offload_params != "none" and shard.stage != 3:
+        rule = f"at shard.stage={shard.stage} the model reads its parameters all the time"
+        yield Problem("shard.offload_params", shard.offload_params, rule, "set shard.stage=3, or shard.offload_params=none")
+    on_nvme = "nvme" in (shard.offload, shard.offload_params)
+    if on_nvme and not (shard.offload_dir and Path(shard.offload_dir).expanduser().is_dir()):
+        rule = "state on nvme needs an existing folder on a fast local disk"
+        yield Problem("shard.offload_dir", shard.offload_dir or '""', rule, "set shard.offload_dir=FOLDER, or host instead of nvme")
+    if shard.offload_dir and not on_nvme:
+        rule = "only nvme uses a folder"
+        yield Problem("shard.offload_dir", shard.offload_dir, rule, "set shard.offload=nvme, or leave it empty")
+    if precision.master == "split" and precision.compute != "bf16":
+        rule = f"splits an fp32 master into a bf16 weight and 16 bits, and precision.compute={precision.compute}"
+        yield Problem("precision.master", "split", rule, "set precision.compute=bf16, or precision.master=fp32")
+
+
 def _engine(config: Config, world_size: int) -> Iterator[Problem]:
     engine = config.shard.engine
     if engine == "native":
         return
-    stage, reads = _PEERS[engine]
-    if config.shard.stage != stage:
-        yield Problem("shard.stage", config.shard.stage, f"shard.engine={engine} is stage {stage}", f"set shard.stage={stage}")
+    stages, reads = _PEERS[engine]
+    if config.shard.stage not in stages:
+        rule, remedy = f"shard.engine={engine} is stage {stages[0]}", f"set shard.stage={stages[0]}"
+        yield Problem("shard.stage", config.shard.stage, rule, remedy)
+    if engine == "deepspeed":
+        yield from _deepspeed(config)
     known = {"engine", "stage", *reads}
     defaults = {f"shard.{item.name}": item.default for item in fields(ShardConfig) if item.name not in known}
     defaults |= {f"precision.{item.name}": item.default for item in fields(PrecisionConfig) if item.name in ("grad", "master")}
@@ -262,6 +297,20 @@ def _engine(config: Config, world_size: int) -> Iterator[Problem]:
             yield Problem(key, get(config, key), rule, remedy)
     if world_size == 1:
         yield Problem("shard.engine", engine, "works over two ranks or more", "set mesh.dp=2, or shard.engine=native")
+
+
+def _deepspeed(config: Config) -> Iterator[Problem]:
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        found = "none"
+    if not found.startswith(_DEEPSPEED):
+        remedy = "pip install 'deepspeed>=0.19.8,<0.20', or set shard.engine=native"
+        yield Problem("shard.engine", "deepspeed", f"needs the package deepspeed {_DEEPSPEED}x; installed: {found}", remedy)
+    compute, stage = config.precision.compute, config.shard.stage
+    if compute == "fp16" or (compute == "bf16" and stage < 2):
+        rule = f"shard.engine=deepspeed does not compute in it at shard.stage={stage}"
+        yield Problem("precision.compute", compute, rule, "set precision=fp32, or precision=bf16 with shard.stage=2 or 3")
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

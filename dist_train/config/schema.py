@@ -95,12 +95,18 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class ShardConfig:
-    engine: str = "native"  # native | ddp | fsdp2: torch's own data parallelism behind the same recipe, data and checkpoints
+    engine: str = "native"  # native | ddp | fsdp2 (torch's own data parallelism) | deepspeed: same recipe, data and checkpoints
     stage: int = 0  # ZeRO: 0 replicates all state, 1 shards optimizer state, 2 gradients too, 3 parameters too
     replicas: int = 1  # data ranks are cut in so many runs of neighbours, and state is sharded inside a run only
     bucket_mb: float = 25.0  # size of a gradient bucket in MB (1e6 bytes) of the reduce dtype
-    overlap: bool = True  # reduce each bucket as it fills during backward
+    overlap: bool = True  # reduce each bucket as it fills during backward, and let updated parameters arrive during forward
     reduce_dtype: str = "fp32"  # fp32 | bf16: what travels on the wire
+    compress: str = "none"  # none | bf16 | int8 | topk: gradients on the wire, added up in fp32
+    compress_fraction: float = 0.01  # topk: part of the gradient that is sent in a step; the rest waits
+    compress_weights: str = "none"  # none | int8: parameters as they are gathered
+    offload: str = "none"  # none | host | nvme: where masters and moments live; the CPU updates what is not on the device
+    offload_params: str = "none"  # none | host | nvme: where the shards of parameters live (stage 3)
+    offload_dir: str = ""  # an existing folder on a fast local disk, for nvme
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class PrecisionConfig:
 
     compute: str = "fp32"  # fp32 | bf16 | fp16: parameters and activations
     grad: str = "fp32"  # dtype in which micro-batch gradients accumulate
-    master: str = "fp32"  # dtype of the weights that the optimizer updates, and of its moments
+    master: str = "fp32"  # dtype of the weights that the optimizer updates, and of its moments | split: fp32 as bf16 + 16 bits
     loss_scale: float = 0.0  # initial dynamic loss scale; 0: no loss scaling
     loss_scale_growth_steps: int = 2000  # finite steps before the scale doubles
     loss_scale_hysteresis: int = 1  # non-finite steps before the scale halves

@@ -13,11 +13,13 @@ import torch
 from dist_train import checkpoint, data
 from dist_train.checkpoint import rng
 from dist_train.comm.collectives import Collectives
+from dist_train.comm.compress import Bf16Wire, Exact, ExactWeights, Int8Blocks, Int8Weights, TopK, WireRecipe
 from dist_train.comm.trace import TrafficCounter
 from dist_train.config.check import skipped_steps
 from dist_train.config.schema import Config
 from dist_train.mesh.mesh import ParallelMesh
-from dist_train.model.build import build_model
+from dist_train.model.build import build_model, empty_model
+from dist_train.model.init import init_weight
 from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
 from dist_train.optim import SGD, Adam, AdamW, AdamW8bit, Muon
@@ -27,6 +29,7 @@ from dist_train.train.resume import Start, began_at, order, restore
 from dist_train.train.state import TrainState
 from dist_train.zero import DTYPES, Precision, ShardPolicy, ZeroEngine
 from dist_train.zero.protocol import Engine, Optimizer
+from dist_train.zero.residency import Residency
 
 
 @dataclass
@@ -73,7 +76,8 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
     eval_batch = config.train.eval_batch or config.train.micro_batch
     evaluation = data.EvalBatches(corpus, config.train.seq_len, eval_batch, mesh.data.size, mesh.data.index)
 
-    model = build_model(config).to(mesh.device)
+    native = config.shard.engine == "native"  # ours fills parameters bucket by bucket, so the whole model is never there
+    model = empty_model(config) if native else build_model(config).to(mesh.device)
     apply_remat(model, config.remat)
     engine = _ENGINES[config.shard.engine](config, model, mesh, comm)
     rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
@@ -106,7 +110,26 @@ def _native(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collec
         bucket_bytes=config.shard.bucket_mb * 1e6,
         overlap=config.shard.overlap,
         replicas=config.shard.replicas,
+        publish_ahead=config.shard.overlap,
+        skip_unused=False,  # this model uses all its parameters
+        residency=_residency(config),
+        wire=_WIRES[config.shard.compress](config),
+        weight_wire=Int8Weights() if config.shard.compress_weights == "int8" else ExactWeights(),
+        init=lambda name, values: init_weight(name, values, config.model, config.train.seed),
     )
+
+
+_WIRES: dict[str, Callable[[Config], WireRecipe]] = {
+    "none": lambda config: Exact(DTYPES[config.shard.reduce_dtype]),
+    "bf16": lambda config: Bf16Wire(),
+    "int8": lambda config: Int8Blocks(),
+    "topk": lambda config: TopK(config.shard.compress_fraction),
+}
+
+
+def _residency(config: Config) -> Residency:
+    places = ("device" if place == "none" else place for place in (config.shard.offload, config.shard.offload_params))
+    return Residency(*places, Path(config.shard.offload_dir).expanduser() if config.shard.offload_dir else None)
 
 
 def _ddp(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:
@@ -123,10 +146,26 @@ def _fsdp2(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collect
     return Fsdp2Engine(model, make_optimizer(config), mesh, comm, precision=precision, clip_norm=clip)
 
 
+def _deepspeed(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:
+    from dist_train.zero.engines.deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(
+        model,
+        make_optimizer(config),
+        mesh,
+        comm,
+        stage=config.shard.stage,
+        precision=make_precision(config),
+        clip_norm=config.train.clip_norm,
+        bucket_bytes=config.shard.bucket_mb * 1e6,
+    )
+
+
 _ENGINES: dict[str, Callable[[Config, Transformer, ParallelMesh, Collectives], Engine]] = {
     "native": _native,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
+    "deepspeed": _deepspeed,
 }
 
 
@@ -146,7 +185,8 @@ def make_optimizer(config: Config) -> Optimizer:
 
 def make_precision(config: Config) -> Precision:
     p = config.precision
-    return Precision(DTYPES[p.compute], DTYPES[p.grad], DTYPES[config.shard.reduce_dtype], DTYPES[p.master])
+    split, master = p.master == "split", "fp32" if p.master == "split" else p.master
+    return Precision(DTYPES[p.compute], DTYPES[p.grad], DTYPES[config.shard.reduce_dtype], DTYPES[master], split)
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -161,7 +201,10 @@ def save_checkpoint(run: Run) -> Path:
         "began_at": began_at(run.config),
     }
     keep, best = run.config.checkpoint.keep, run.state.best_step
-    return checkpoint.save(run.checkpoints, run.state.step, pieces, state, run.comm, run.mesh.world, keep, (best,))
+    try:
+        return checkpoint.save(run.checkpoints, run.state.step, pieces, state, run.comm, run.mesh.world, keep, (best,))
+    finally:
+        run.engine.put_away()
 
 
 def _set_determinism(config: Config) -> None:

@@ -322,13 +322,12 @@ def test_F21_a_run_changes_engine_and_ranks_on_its_way(tmp_path):
         ("fsdp2", "precision.master=bf16", "no such choice"),
         ("fsdp2", "mesh.dp=1", "set mesh.dp=2, or shard.engine=native"),
         ("ddp", "mesh.dp=-1", "two ranks or more"),
-        ("deepspeed", "mesh.dp=2", "one of native, ddp, fsdp2"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_by_name(engine, override, words):
-    accepted = toy_config("mesh.dp=2", f"shard.engine={engine}", STAGE.get(engine, "shard.stage=0"))
-    assert [str(problem) for problem in check(accepted, 2)] == [] or engine == "deepspeed"
-    config = toy_config("mesh.dp=2", f"shard.engine={engine}", STAGE.get(engine, "shard.stage=0"), override)
+    accepted = toy_config("mesh.dp=2", f"shard.engine={engine}", STAGE[engine])
+    assert [str(problem) for problem in check(accepted, 2)] == []
+    config = toy_config("mesh.dp=2", f"shard.engine={engine}", STAGE[engine], override)
     *_, problem = check(config, world_size(config, 0))
     assert words in str(problem) and (problem.key == override.split("=")[0] or "mesh" in override)
 

@@ -124,7 +124,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit: moments of a byte | muon: hidden matrices, AdamW for the rest
+    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit: moments of a byte | muon: of hidden matrices, else AdamW
     lr: float = 3e-3  # peak learning rate: right for the small default model, larger ones want less
     beta1: float = 0.9
     beta2: float = 0.95

@@ -56,7 +56,7 @@ class PeerEngine:
         # Only where they lie is known yet; `step` puts the gradients in.
         groups = [optimizer.group(share.name, share.param) for share in self._shares]
         if any(optimizer.cut(group) != FLAT for group in groups):
-            told = f"{type(optimizer).__name__}: it needs whole parameters, or whole blocks of them, and this engine does not know"
+            told = f"{type(optimizer).__name__}: it needs whole parameters or whole blocks, of which this engine knows nothing"
             raise ValueError(f"{told}; set another optimizer, or shard.engine=native.")
         self._segments = [FlatSegment(g, s.local, s.local, [s.part]) for g, s in zip(groups, self._shares, strict=True)]
         self._optimizer, self._lr = optimizer.bind(self._segments), optimizer.lr

@@ -115,15 +115,17 @@ def plan_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, itemsize: int,
     """Lay parameters out in buckets of about `bucket_bytes` (of `itemsize`-byte elements), in order of completion.
 
     `specs` come in registration order. A parameter larger than a bucket has one of its own; nothing is ever split. Whole
-    parameters share no bucket with others: they are packed differently.
+    parameters share no bucket with others: they are packed differently. Their shards are as long as the largest of them, so
+    their buckets hold at least as much as would fill all shards: a large matrix alone would be padded to `shards` times its size.
     """
     limit = bucket_bytes / itemsize
+    limits = {False: limit, True: max(limit, shards * max((s.numel for s in specs if s.cut.whole), default=0))}
     open_: dict[tuple[str, bool], list[ParamSpec]] = {}
     done: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         key = spec.dtype, spec.cut.whole
         held = open_.setdefault(key, [])
-        if held and sum(s.numel for s in held) + spec.numel > limit:
+        if held and sum(s.numel for s in held) + spec.numel > limits[spec.cut.whole]:
             done.append(held)
             held = open_[key] = []
         held.append(spec)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,15 @@ def test_whole_parameters_are_spread_over_the_shards():
     assert bucket.shard_numel == 704 and bucket.numel == 3 * 704
     held = [{slot.name for slot in bucket.slots if slot.start // 704 == index} for index in range(3)]
     assert held == [{"p1", "p4"}, {"p0", "p5"}, {"p3", "p2"}]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_whole_matrices_larger_than_a_bucket_are_packed_together(shards):
+    shapes = [(64, 64), (64, 64), (176, 64), (176, 64), (64, 176), (64,)]
+    specs = [ParamSpec(f"{i}.{j}", shape, "float32", "g", WHOLE) for i in range(8) for j, shape in enumerate(shapes)]
+    buckets = plan_buckets(specs, 1000, 4, shards)
+    assert sum(bucket.numel for bucket in buckets) < 1.35 * sum(spec.numel for spec in specs)
+    assert max(bucket.numel for bucket in buckets) <= 2 * shards * 176 * 64
 
 
 @given(shapes, st.integers(1, 20_000))

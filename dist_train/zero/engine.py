@@ -29,7 +29,7 @@ from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.params.geometry import Piece, flat_range_boxes
 from dist_train.zero.birth import leave_meta
 from dist_train.zero.bucket import ParamBucket, Scratch, Setting
-from dist_train.zero.layout import ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
+from dist_train.zero.layout import FLAT, ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.order import GatherOrder
 from dist_train.zero.policy import Precision, ShardPolicy
@@ -146,7 +146,8 @@ class ZeroEngine:
 
         def spec(name: str) -> ParamSpec:
             group = optimizer.group(name, params[name])
-            return ParamSpec(name, tuple(params[name].shape), str(params[name].dtype), group, optimizer.cut(group))
+            cut = optimizer.cut(group) if params[name].requires_grad else FLAT
+            return ParamSpec(name, tuple(params[name].shape), str(params[name].dtype), group, cut)
 
         def make(names: Sequence[str], size: float) -> list[ParamBucket]:
             layouts = plan_buckets([spec(name) for name in names], size, self.precision.reduce.itemsize, self.shards.size)

@@ -268,8 +268,8 @@ def _shard(config: Config) -> Iterator[Problem]:
         yield Problem("shard.offload_params", shard.offload_params, rule, "set shard.stage=3, or shard.offload_params=none")
     on_nvme = "nvme" in (shard.offload, shard.offload_params)
     if on_nvme and not (shard.offload_dir and Path(shard.offload_dir).expanduser().is_dir()):
-        rule = "state on nvme needs an existing folder on a fast local disk"
-        yield Problem("shard.offload_dir", shard.offload_dir or '""', rule, "set shard.offload_dir=FOLDER, or host instead of nvme")
+        rule, remedy = "nvme needs an existing folder on a fast local disk", "set shard.offload_dir=FOLDER, or host for nvme"
+        yield Problem("shard.offload_dir", shard.offload_dir or '""', rule, remedy)
     if shard.offload_dir and not on_nvme:
         rule = "only nvme uses a folder"
         yield Problem("shard.offload_dir", shard.offload_dir, rule, "set shard.offload=nvme, or leave it empty")

@@ -115,7 +115,7 @@ class PrecisionConfig:
 
     compute: str = "fp32"  # fp32 | bf16 | fp16: parameters and activations
     grad: str = "fp32"  # dtype in which micro-batch gradients accumulate
-    master: str = "fp32"  # dtype of the weights that the optimizer updates, and of its moments | split: fp32 as bf16 + 16 bits
+    master: str = "fp32"  # of the weights that the optimizer updates, and of its moments; split: fp32 as the weight + 16 bits
     loss_scale: float = 0.0  # initial dynamic loss scale; 0: no loss scaling
     loss_scale_growth_steps: int = 2000  # finite steps before the scale doubles
     loss_scale_hysteresis: int = 1  # non-finite steps before the scale halves
@@ -124,7 +124,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit: moments of a byte | muon: of hidden matrices, else AdamW
+    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit (one-byte moments) | muon (AdamW where no hidden matrix)
     lr: float = 3e-3  # peak learning rate: right for the small default model, larger ones want less
     beta1: float = 0.9
     beta2: float = 0.95

@@ -128,8 +128,9 @@ _WIRES: dict[str, Callable[[Config], WireRecipe]] = {
 
 
 def _residency(config: Config) -> Residency:
-    places = ("device" if place == "none" else place for place in (config.shard.offload, config.shard.offload_params))
-    return Residency(*places, Path(config.shard.offload_dir).expanduser() if config.shard.offload_dir else None)
+    shard = config.shard
+    state, store = ("device" if place == "none" else place for place in (shard.offload, shard.offload_params))
+    return Residency(state, store, Path(shard.offload_dir).expanduser() if shard.offload_dir else None)
 
 
 def _ddp(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collectives) -> Engine:

@@ -122,9 +122,15 @@ def restore(
             return None, fresh
         anew, state, complaint = weights_only(config, start), fresh, None
         try:
-            saved = checkpoint.load(start.path, [p for p in engine.pieces() if p.name.startswith("model/") or not anew])
+            pieces = list(engine.pieces())
+            # What a rank's wire still owes (comm/compress.py) is this rank's alone, and means nothing on another layout.
+            owed = [piece for piece in pieces if piece.name.startswith("residual/")]
+            kept = [piece for piece in pieces if piece.name.startswith(("model/",) if anew else ("model/", "optim/"))]
+            saved = checkpoint.load(start.path, kept)
             if not anew:
                 state, same = TrainState.from_json(saved["train"]), saved["layout"] == layout
+                if same:
+                    checkpoint.load(start.path, owed, strict=False)
                 rng.resume(start.path, mesh.rank, same, config.train.seed, state.step, mesh.device)
         except CheckpointError as error:
             complaint = str(error)

@@ -176,7 +176,7 @@ class ParamBucket:
         """Start bringing `full` together, unless it is there or on its way."""
         if self.residence is Residence.SHARDED:
             _allocate(self.full)
-            self._store.ahead([self.shard])
+            self._store.ahead([self.shard], read_only=True)
             self._gathering = self._weights.all_gather(self._comm, self.full, self.shard.to(self.full.device), self._shards)
             self.residence = Residence.GATHERING
 

@@ -125,6 +125,8 @@ class ZeroEngine:
             module.register_state_dict_pre_hook(lambda *_: self.wait())
         self._segments = [segment for bucket in self.buckets for segment in bucket.segments()]
         self._optimizer, self._recipe = optimizer.bind(self._segments), optimizer
+        ends = itertools.accumulate((len(bucket.layout.segments) for bucket in self.buckets), initial=0)
+        self._owned = [range(start, stop) for start, stop in itertools.pairwise(ends)]  # segments of each bucket
         self._carried = 1.0  # the loss scale that residuals of a wire carry
         self._device = self.buckets[0].full.device
 
@@ -267,18 +269,18 @@ class ZeroEngine:
         divisor, skipped = divisor.to(self._state.device), skipped.to(self._state.device)
         if self._state.resident_at_once and not self.precision.split:
             self._optimizer.step(lr, divisor, skipped, idle=idle)
-            self.put_away()
+            for bucket in self.buckets:
+                bucket.close_master()
             return
-        ends = itertools.accumulate((len(bucket.layout.segments) for bucket in self.buckets), initial=0)
-        owned = [range(start, stop) for start, stop in itertools.pairwise(ends)]
-        state = [
-            bucket.state_tensors + [tensor for at in segments for tensor in self._optimizer.moments(at).values()]
-            for bucket, segments in zip(self.buckets, owned, strict=True)
-        ]
-        for index in walk(self._state, state):
+        for index in walk(self._state, self._state_tensors()):
             self.buckets[index].open_master()
-            self._optimizer.step(lr, divisor, skipped, owned[index], idle)
+            self._optimizer.step(lr, divisor, skipped, self._owned[index], idle)
             self.buckets[index].close_master()
+
+    def _state_tensors(self) -> list[list[Tensor]]:
+        """What the memory of optimizer state made, by bucket."""
+        moments = [[tensor for at in own for tensor in self._optimizer.moments(at).values()] for own in self._owned]
+        return [bucket.state_tensors + mine for bucket, mine in zip(self.buckets, moments, strict=True)]
 
     def _idle_everywhere(self, idle: Collection[str]) -> list[str]:
         """The parameters that got no gradient in this step on any rank."""
@@ -336,8 +338,9 @@ class ZeroEngine:
 
     def put_away(self) -> None:
         """Give back memory that `pieces` took, when nothing was written into them."""
-        for bucket in self.buckets:
+        for bucket, state in zip(self.buckets, self._state_tensors(), strict=True):
             bucket.close_master()
+            self._state.done(state)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors held by kind (parameters, masters, gradients, moments), counted from the tensors themselves."""

@@ -31,7 +31,8 @@ precision.compute precision.grad precision.loss_scale precision.loss_scale_growt
 precision.loss_scale_min precision.master
 remat
 run.dir
-shard.bucket_mb shard.engine shard.overlap shard.reduce_dtype shard.replicas shard.stage
+shard.bucket_mb shard.compress shard.compress_fraction shard.compress_weights shard.engine shard.offload shard.offload_dir
+shard.offload_params shard.overlap shard.reduce_dtype shard.replicas shard.stage
 train.clip_norm train.deterministic train.eval_batch train.eval_every train.gc_every train.global_batch train.micro_batch
 train.seed train.seq_len train.skip_steps train.steps train.z_loss
 """

@@ -167,7 +167,8 @@ def test_buffers_on_meta_are_filled_too():
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     init = lambda name, values: values.fill_(len(name))
     engine = dt.shard(module, dt.SGD(), dt.ParallelMesh.single(), init=init)
-    assert float(module[1].running_mean[0].detach()) == len("1.running_mean") and float(engine.module[0].bias[1].detach()) == len("0.bias")
+    mean, bias = module[1].running_mean.detach(), engine.module[0].bias.detach()
+    assert float(mean[0]) == len("1.running_mean") and float(bias[1]) == len("0.bias")
 
 
 def test_peak_memory_of_a_start_on_meta_is_the_shards_and_one_unit():

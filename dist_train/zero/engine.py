@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
-from dist_train.comm.compress import Exact, ExactWeights, TopK, WeightWire, WireRecipe
+from dist_train.comm.compress import Exact, ExactWeights, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group, ParallelMesh
-from dist_train.params.geometry import Piece, flat_range_boxes
+from dist_train.params.geometry import Piece
 from dist_train.zero.birth import leave_meta
 from dist_train.zero.bucket import ParamBucket, Scratch, Setting
-from dist_train.zero.layout import FLAT, ParamSpec, SlotPart, plan_buckets, slot_parts, state_bytes
+from dist_train.zero.holdings import Holdings
+from dist_train.zero.layout import FLAT, ParamSpec, plan_buckets
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.order import GatherOrder
 from dist_train.zero.policy import Precision, ShardPolicy
@@ -110,10 +111,9 @@ class ZeroEngine:
 
         self._prepare_rest(fill)
         self._state, store = residency.memories(mesh.device)
-        self._wire = wire or Exact(self.precision.reduce)
         setting = Setting(
             self.policy, self.precision, self.shards, self.replicas, self.comm, self._state, store,
-            self._wire, weight_wire or ExactWeights(), fill, self._completed,
+            wire or Exact(self.precision.reduce), weight_wire or ExactWeights(), fill, self._completed,
         )  # fmt: skip
         needed = self._make_buckets(optimizer, bucket_bytes, setting)
         gathering = self.shards if self.policy.param else Group("alone", (mesh.rank,), 0)
@@ -123,10 +123,9 @@ class ZeroEngine:
         if self._ahead:
             wait_before_use(module, needed)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
-        self._segments = [segment for bucket in self.buckets for segment in bucket.segments()]
-        self._optimizer, self._recipe = optimizer.bind(self._segments), optimizer
-        ends = itertools.accumulate((len(bucket.layout.segments) for bucket in self.buckets), initial=0)
-        self._owned = [range(start, stop) for start, stop in itertools.pairwise(ends)]  # segments of each bucket
+        segments = [segment for bucket in self.buckets for segment in bucket.segments()]
+        self._optimizer, index = optimizer.bind(segments), mesh.data.index
+        self._holdings = Holdings(module, self.buckets, self.frozen, segments, self._optimizer, optimizer, setting, index)
         self._carried = 1.0  # the loss scale that residuals of a wire carry
         self._device = self.buckets[0].full.device
 
@@ -158,7 +157,6 @@ class ZeroEngine:
             return [ParamBucket(layout, mine, setting, next(numbers), scratch) for layout, mine in pairs]
 
         numbers, scratch = itertools.count(), Scratch()
-
         users = users_of_parameters(self.module)
         units = list(dict.fromkeys(unit for names in users.values() for unit in names))
         self.buckets: list[ParamBucket] = []
@@ -272,15 +270,11 @@ class ZeroEngine:
             for bucket in self.buckets:
                 bucket.close_master()
             return
-        for index in walk(self._state, self._state_tensors()):
+        segments = self._holdings.segments_by_bucket()
+        for index in walk(self._state, self._holdings.state_by_bucket()):
             self.buckets[index].open_master()
-            self._optimizer.step(lr, divisor, skipped, self._owned[index], idle)
+            self._optimizer.step(lr, divisor, skipped, segments[index], idle)
             self.buckets[index].close_master()
-
-    def _state_tensors(self) -> list[list[Tensor]]:
-        """What the memory of optimizer state made, by bucket."""
-        moments = [[tensor for at in own for tensor in self._optimizer.moments(at).values()] for own in self._owned]
-        return [bucket.state_tensors + mine for bucket, mine in zip(self.buckets, moments, strict=True)]
 
     def _idle_everywhere(self, idle: Collection[str]) -> list[str]:
         """The parameters that got no gradient in this step on any rank."""
@@ -300,34 +294,12 @@ class ZeroEngine:
                 bucket.ensure_full()
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank holds for a checkpoint: `model/<name>`, `optim/<name>/<moment>`, `optim/<name>/step`.
+        """What this rank holds for a checkpoint, by logical name (`Holdings.pieces`).
 
         Writing into these tensors and then calling `restored` brings a state back.
         """
         self.wait()
-        for bucket in self.buckets:
-            bucket.open_master()
-            if (residual := bucket.residual()) is not None:
-                for part in slot_parts(bucket.layout.slots, slice(0, bucket.layout.numel)):
-                    yield from part_pieces(f"residual/{self.mesh.data.index}/{part.slot.name}", part, residual)
-        for index, segment in enumerate(self._segments):
-            moments, steps = self._optimizer.moments(index), self._optimizer.steps(index)
-            for part, step in zip(segment.parts, steps.unbind(), strict=True):
-                name = part.slot.name
-                yield from part_pieces(f"model/{name}", part, segment.master)
-                for moment, flat in moments.items():
-                    block = segment.master.numel() // max(1, flat.numel())
-                    yield from part_pieces(f"optim/{name}/{moment}", part, flat, max(1, block))
-                yield Piece.whole(f"optim/{name}/step", step)
-        for bucket in self.frozen:
-            for part in slot_parts(bucket.layout.slots, bucket.owned):
-                yield from part_pieces(f"model/{part.slot.name}", part, bucket.shard)
-        if not self.policy.param:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    yield Piece.whole(f"model/{name}", param.data)
-        for name, buffer in self.module.named_buffers():
-            yield Piece.whole(f"model/{name}", buffer)
+        return self._holdings.pieces()
 
     def restored(self) -> None:
         """Take up what was written into the tensors of `pieces`."""
@@ -338,56 +310,12 @@ class ZeroEngine:
 
     def put_away(self) -> None:
         """Give back memory that `pieces` took, when nothing was written into them."""
-        for bucket, state in zip(self.buckets, self._state_tensors(), strict=True):
-            bucket.close_master()
-            self._state.done(state)
+        self._holdings.put_away()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of tensors held by kind (parameters, masters, gradients, moments), counted from the tensors themselves."""
-        held: dict[str, int] = {"parameters": 0, "masters": 0, "gradients": 0, "moments": 0}
-        for bucket in [*self.buckets, *self.frozen]:
-            for kind, tensors in bucket.tensors().items():
-                held[kind] += sum(t.untyped_storage().nbytes() for t in tensors)
-        if not self.policy.param:  # frozen parameters lie outside buckets
-            rest = [param for param in self.module.parameters() if not param.requires_grad]
-            held["parameters"] += sum(param.numel() * param.element_size() for param in rest)
-        for index in range(len(self._segments)):
-            held["moments"] += sum(t.untyped_storage().nbytes() for t in self._optimizer.moments(index).values())
-        return held
+        """Bytes of tensors held by kind: parameters, masters, gradients, moments."""
+        return self._holdings.held_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
         """What `held_bytes` says between steps, from the layouts alone, for a module without frozen parameters."""
-        precision, layouts = self.precision, [bucket.layout for bucket in self.buckets]
-        groups = {segment.group for layout in layouts for segment in layout.segments}
-        compute = precision.compute or self.buckets[0].params[0].dtype
-        own_master = self.buckets[0].master is not self.buckets[0].shard
-        found = state_bytes(
-            layouts,
-            self.policy,
-            self.shards.index,
-            compute=compute.itemsize,
-            grad=precision.grad.itemsize,
-            master=2 if precision.split else precision.master.itemsize if own_master else 0,
-            moments={group: self._recipe.state_bytes(group, precision.master.itemsize) for group in groups},
-        )
-        if isinstance(self._wire, TopK):
-            found["gradients"] += 4 * sum(layout.numel for layout in layouts)
-        if self._state.kind != "device" and not self.policy.grad:  # the optimizer reads a copy on its side
-            owned = (layout.shard_numel if self.policy.optim else layout.numel for layout in layouts)
-            found["gradients"] += precision.grad.itemsize * sum(owned)
-        return found
-
-
-def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:
-    """What `flat` holds of a parameter, as boxes of it; `block`: it has one element for so many of the parameter's."""
-    shape: tuple[int, ...] = part.slot.shape
-    at, first = part.at, part.first
-    if block > 1 and (numel := math.prod(shape)):  # one-dimensional, by blocks
-        shape, first = (-(-numel // block),), first // block
-        at = slice(at.start // block, -(-at.stop // block))
-    if at.stop - at.start == math.prod(shape):
-        yield Piece(name, flat[at].view(shape), shape, (0,) * len(shape))
-        return
-    for box, offset in flat_range_boxes(shape, first, first + at.stop - at.start):
-        start = at.start + offset
-        yield Piece(name, flat[start : start + box.size].view(box.shape), shape, box.offset)
+        return self._holdings.predicted_bytes()

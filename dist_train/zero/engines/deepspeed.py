@@ -18,7 +18,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +29,8 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.params.geometry import Piece
-from dist_train.zero.engine import part_pieces
 from dist_train.zero.engines.peer import require_ranks
+from dist_train.zero.holdings import part_pieces
 from dist_train.zero.layout import FLAT, Slot, SlotPart, slot_parts
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.policy import Precision
@@ -37,8 +40,9 @@ from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
 class DeepSpeedEngine:
     """Trains a module of fp32 parameters.
 
-    A parameter must get a gradient on all ranks or on none, where it counts as zero: DeepSpeed's buckets hold what came.
-    Raises ValueError on one data rank, and for what DeepSpeed cannot do.
+    A parameter that gets no gradient on any rank counts as zero. Raises ValueError on one data rank and for what DeepSpeed cannot
+    do, and RuntimeError in a step for which ranks used different parameters, or in another order: DeepSpeed reduces what came,
+    in the order in which it came, and would add gradients of one parameter to those of another.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class DeepSpeedEngine:
         self.module, self.mesh, self.comm, self.stage = module, mesh, comm or Collectives(), stage
         self.clip_norm, self.loss_scale = clip_norm, 1.0
         self._lr, self._pending = optimizer.lr, False
+        self._came = 0  # checksum over the names of the gradients that came since the last step, in their order
         precision = precision or Precision()
         self._bucket_numel = max(2, int(bucket_bytes / precision.reduce.itemsize))
         low = precision.compute not in (None, torch.float32)
@@ -102,6 +107,7 @@ class DeepSpeedEngine:
             param.data = param.data.contiguous()
             if param.requires_grad:
                 groups.setdefault(optimizer.group(name, param), []).append((name, param))
+                param.register_post_accumulate_grad_hook(partial(self._note, name.encode()))
         if not groups:
             raise ValueError("the module has no parameter that requires a gradient: nothing to train.")
         for group in groups:
@@ -147,6 +153,9 @@ class DeepSpeedEngine:
                     count = part.at.stop - part.at.start
                     segment.master[part.at] = exact[part.slot.name].view(-1)[part.first : part.first + count]
 
+    def _note(self, name: bytes, _param: Tensor | None = None) -> None:
+        self._came = crc32(name, self._came)
+
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Backward of one micro-batch. Stages 0 and 1 reduce in `step`, so it does not matter which is the last."""
         from deepspeed.runtime.utils import register_output_backward_hooks
@@ -157,6 +166,7 @@ class DeepSpeedEngine:
             if self.stage == 3 and not self._pending:
                 self._zero.grad_partitions_flat_buffer.zero_()  # where nothing comes, the last step's gradient would stay
             self._pending = True
+            self._note(b"backward")
             self._deepspeed.set_gradient_accumulation_boundary(False)
             register_output_backward_hooks(loss, self._deepspeed._backward_prologue)
             self._deepspeed.backward(loss * self.loss_scale, scale_wrt_gas=False)
@@ -175,21 +185,32 @@ class DeepSpeedEngine:
             elif self.stage == 2:
                 self._zero.finalize_gradient_accumulation_boundary()
             squares = sum_of_squares(self._counted_gradients(), self.mesh.device)
+            came, self._came = self._came & 0xFFFFF, 0  # few enough bits for the sums of their squares to be exact
             report, divisor = agree(
                 self.comm,
                 self.mesh.data,
                 squares,
                 weight,
-                sums,
+                [*sums, came, came * came],
                 carried=self.loss_scale / self.mesh.data.size,
                 clip_norm=self.clip_norm,
                 update=update,
                 exposed_seconds=None,
             )
+            self._require_one_order(*report.sums[-2:].tolist())
+            report = replace(report, sums=report.sums[:-2])
             self._now = self._lr if lr is None else lr, divisor, report.skipped
             self._deepspeed.step()  # where a gradient is not finite, stage 3 does not even ask our optimizer
             self._now = None
         return report
+
+    def _require_one_order(self, total: float, squares: float) -> None:
+        """Numbers of the ranks are all equal where the sum of their squares is the square of their sum over their count."""
+        if self.stage and int(squares) * self.mesh.data.size != int(total) ** 2:
+            raise RuntimeError(
+                "ranks got gradients of different parameters, or in another order, and DeepSpeed has mixed them; "
+                "let every rank use the same ones, or set shard.engine=native."
+            )
 
     def _counted_gradients(self) -> Iterator[Tensor]:
         """The elements of the averaged gradients that this rank alone counts in the norm."""

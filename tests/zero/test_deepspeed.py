@@ -83,8 +83,7 @@ def assert_close(found, expected):
 
 
 @installed
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("ranks", "micro"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("ranks", "micro", "optimizer"), [(2, 3, "adamw"), (3, 1, "sgd")])
 @pytest.mark.parametrize("stage", STAGES)
 def test_F02_F18_F38_losses_norms_and_weights_are_those_of_the_native_engine(stage, ranks, micro, optimizer):
     same = {"micro": micro, "optimizer": optimizer, "count": 10}
@@ -105,25 +104,24 @@ def test_small_parameters_that_stage_3_leaves_whole_change_nothing():
 
 
 @installed
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("overrides", FAMILIES.values(), ids=FAMILIES)
-def test_F07_tied_embeddings_and_the_other_family(stage, overrides):
-    assert_close(run(3, f"deepspeed{stage}", overrides=overrides), run(3, "native0", overrides=overrides))
+@pytest.mark.parametrize(("stage", "family"), [(1, "tied"), (2, "gpt"), (3, "tied"), (3, "gpt")])
+def test_F07_tied_embeddings_and_the_other_family(stage, family):
+    assert_close(run(3, f"deepspeed{stage}", overrides=FAMILIES[family]), run(3, "native0", overrides=FAMILIES[family]))
 
 
 @installed
 @pytest.mark.parametrize("stage", [1, 3])
 def test_F06_the_loss_scale_cancels(stage):
-    assert_close(run(2, f"deepspeed{stage}", micro=3, scale=1024.0), run(2, "native0", micro=3))
+    assert_close(run(3, f"deepspeed{stage}", scale=1024.0), run(3, "native0"))
 
 
 @installed
 @pytest.mark.parametrize(("stage", "persistent"), [*((stage, 0) for stage in STAGES), (3, 100_000)])
 def test_F10_all_ranks_leave_out_a_step_that_is_not_finite_on_one(stage, persistent):
-    log, found = run(3, f"deepspeed{stage}", micro=3, optimizer="adamw", spoil=2, persistent=persistent)
+    log, found = run(3, f"deepspeed{stage}", optimizer="adamw", spoil=2, persistent=persistent)
     assert [skipped for *_, skipped in log] == [False, False, True, False]
     assert {float(value) for name, value in found.items() if name.endswith("/step")} == {3.0}
-    assert_close((log, found), run(3, "native0", micro=3, optimizer="adamw", spoil=2))
+    assert_close((log, found), run(3, "native0", optimizer="adamw", spoil=2))
 
 
 def _left_out(mesh, comm, name):
@@ -153,12 +151,11 @@ def test_F41_recompute_changes_no_bit(stage, policy):
 
 
 @installed
-@pytest.mark.parametrize("options", [{"compute": torch.bfloat16}, {"reduce": torch.bfloat16}])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_is_at_most_twice_as_far_from_fp32_as_the_native_one_is(stage, options):
-    precision = Precision(**options)
-    exact, native = run(3, "native0", micro=3), run(3, f"native{stage}", micro=3, precision=precision)
-    found = run(3, f"deepspeed{stage}", micro=3, precision=precision)
+@pytest.mark.parametrize(("stage", "role"), [(2, "compute"), (3, "compute"), (1, "reduce"), (3, "reduce")])
+def test_bf16_is_at_most_twice_as_far_from_fp32_as_the_native_one_is(stage, role):
+    precision = Precision(**{role: torch.bfloat16})
+    exact, native = run(3, "native0"), run(3, f"native{stage}", precision=precision)
+    found = run(3, f"deepspeed{stage}", precision=precision)
     assert all(value.dtype == torch.float32 for value in found[1].values())
     allowed = distance(weights(native[1]), weights(exact[1]))
     assert 1e-5 < allowed < 0.05
@@ -391,24 +388,24 @@ def test_stage_3_computes_with_the_linear_that_keeps_no_gathered_weight():
     assert run_ranks(2, _inside) == [{"zero3_linear_wrap"}] * 2
 
 
-RUN = ("train.global_batch=12", "train.eval_every=5", "train.micro_batch=2", "checkpoint.every=0", "train.steps=8")
+RUN = ("train.global_batch=12", "train.eval_every=5", "train.micro_batch=2", "checkpoint.every=0", "train.steps=6")
 LEARNING = ("optim=adamw", "optim.lr=0.01", "optim.eps=1e-5", "lr=cosine", "lr.warmup_steps=4", "train.clip_norm=0.5")
 DEEPSPEED = "shard.engine=deepspeed"
 
 
 @installed
-@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
 def test_F22_runs_resume_bitwise(tmp_path, stage, precision):
     overrides = [*RUN, *LEARNING, "model.dropout=0.2", DEEPSPEED, f"shard.stage={stage}", f"precision={precision}"]
     overrides += ["observe.sample_tokens=4", "remat=full"]
     assert launch(2, tmp_path / "whole", *overrides) == 0
-    for stop_at in (3, 6):
+    for stop_at in (2, 4):
         assert launch(2, tmp_path / "cut", *overrides, stop_at=(1, stop_at - 1)) == 75
     assert launch(2, tmp_path / "cut", *overrides) == 0
     whole, cut = metrics(tmp_path / "whole"), metrics(tmp_path / "cut")
     for key in ("step", "loss", "grad_norm", "lr", "live_tokens"):
         assert [record[key] for record in cut] == [record[key] for record in whole], key
-    expected, found = saved(tmp_path / "whole", 8), saved(tmp_path / "cut", 8)
+    expected, found = saved(tmp_path / "whole", 6), saved(tmp_path / "cut", 6)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 

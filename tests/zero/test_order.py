@@ -8,6 +8,7 @@ from torch import nn
 
 import dist_train as dt
 from tests.ranks import COLLECTIVE_TIMEOUT_SECONDS, RankFailure, run_ranks
+from tests.zero.helpers import gathered
 from tests.zero.test_unused import Sometimes, batch
 
 
@@ -32,12 +33,7 @@ def _route(mesh, comm, stage, routes):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
         engine.backward(engine.module(x, route[mesh.rank]).square().mean())
         engine.step()
-    whole = {}
-    for held in comm.all_gather_object([(p.name, p.shape, p.offset, p.tensor.clone()) for p in engine.pieces()], mesh.world):
-        for name, shape, offset, part in held:
-            target = whole.setdefault(name, torch.zeros(shape))
-            target[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
-    return whole
+    return gathered(engine, mesh, comm)
 
 
 ALL = (0, 1, 2, 3)

@@ -9,6 +9,7 @@ from torch import nn
 import dist_train as dt
 from dist_train import checkpoint
 from tests.ranks import run_ranks
+from tests.zero.helpers import gathered
 
 RECIPES = {
     "adamw": (dt.AdamW(1e-2), lambda groups: torch.optim.AdamW(groups, 1e-2, (0.9, 0.95))),
@@ -71,12 +72,7 @@ def _train(mesh, comm, name, stage, folder, stop, uses):
         engine.step()
     if stop == 3:
         checkpoint.save(folder, 3, list(engine.pieces()), {"step": 3}, comm, mesh.world)
-    whole = {}
-    for pieces in comm.all_gather_object([(p.name, p.shape, p.offset, p.tensor.clone()) for p in engine.pieces()], mesh.world):
-        for piece, shape, offset, part in pieces:
-            target = whole.setdefault(piece, torch.zeros(shape))
-            target[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
-    return whole
+    return gathered(engine, mesh, comm)
 
 
 def assert_as_torch(found, name):

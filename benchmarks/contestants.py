@@ -21,7 +21,14 @@ from typing import Any
 import meters
 
 LR = 1e-5  # small: AdamW amplifies the last bit of a small gradient, and losses are to be compared over many steps
-Step = Callable[[], float]  # one training step; this rank's loss
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """An engine with its model, as far as a comparison needs it."""
+
+    step: Callable[[], float]  # one training step; this rank's loss
+    finish: Callable[[], None] = lambda: None  # returns when all is done that the last step began
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,17 @@ class Contestant:
 
         make = _maker(name, setting)  # with all that it imports, which is no memory of the engine
         self._barrier = lambda: Collectives().barrier(mesh.world)
-        _assemble("plain", setting, mesh, _plain)()  # what torch keeps once it has run is no memory of the engine either
+        _assemble("plain", setting, mesh, _plain).step()  # what torch keeps once it has run is no memory of the engine either
         gc.collect()
         self._barrier()
         self._empty_bytes = meters.bytes_allocated()
-        self._step = _assemble(name, setting, mesh, make)
+        self._trainer = _assemble(name, setting, mesh, make)
 
     def turn(self, steps: int) -> Turn:
         self._barrier()
         sent, started, busy = meters.bytes_sent(), time.perf_counter(), time.process_time()
-        losses = [self._step() for _ in range(steps)]
+        losses = [self._trainer.step() for _ in range(steps)]
+        self._trainer.finish()
         sent = meters.bytes_sent() - sent
         self._barrier()
         wall, cpu = time.perf_counter() - started, time.process_time() - busy
@@ -81,14 +89,18 @@ class Contestant:
         """Takes two steps to count."""
         gc.collect()
         held, empty = meters.bytes_allocated(), self._empty_bytes
-        calls, peak = meters.calls_and_peak(self._step)
-        collectives = meters.collectives(self._step)
+        calls, peak = meters.calls_and_peak(self._whole_step)
+        collectives = meters.collectives(self._whole_step)
         if held is None or peak is None or empty is None:
             return Counts(calls, collectives, None, None)
         return Counts(calls, collectives, held - empty, peak - empty)
 
+    def _whole_step(self) -> None:
+        self._trainer.step()
+        self._trainer.finish()
 
-def _assemble(name: str, setting: Setting, mesh: Any, make: Callable[..., Step]) -> Step:
+
+def _assemble(name: str, setting: Setting, mesh: Any, make: Callable[..., Trainer]) -> Trainer:
     """Engine `name` on fresh weights."""
     import torch
 
@@ -108,10 +120,11 @@ def _assemble(name: str, setting: Setting, mesh: Any, make: Callable[..., Step])
     return make(name, build_model(config, seed=0), loss, mesh, setting.clip)
 
 
-def _ours(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
+def _ours(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Trainer:
     import dist_train as dt
 
-    engine = dt.shard(model, dt.AdamW(lr=LR), mesh, stage=int(name[-1]), clip_norm=clip)
+    # As a training run does: parameters that a step updated may arrive during the next forward.
+    engine = dt.shard(model, dt.AdamW(lr=LR), mesh, stage=int(name[-1]), clip_norm=clip, publish_ahead=True)
 
     def step() -> float:
         value = loss(engine.module)
@@ -119,20 +132,20 @@ def _ours(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
         engine.step()
         return float(value.detach())
 
-    return step
+    return Trainer(step, engine.wait)
 
 
-def _plain(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
+def _plain(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Trainer:
     return _torch_step(model, model, loss, clip)
 
 
-def _ddp(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
+def _ddp(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Trainer:
     from torch.nn.parallel import DistributedDataParallel
 
     return _torch_step(DistributedDataParallel(model, gradient_as_bucket_view=True), model, loss, clip)
 
 
-def _fsdp2(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
+def _fsdp2(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Trainer:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -143,7 +156,7 @@ def _fsdp2(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
     return _torch_step(model, model, loss, clip)
 
 
-def _torch_step(module: Any, model: Any, loss: Any, clip: float) -> Step:
+def _torch_step(module: Any, model: Any, loss: Any, clip: float) -> Trainer:
     import torch
 
     optimizer = _adamw(model)
@@ -157,7 +170,7 @@ def _torch_step(module: Any, model: Any, loss: Any, clip: float) -> Step:
         optimizer.zero_grad()
         return float(value.detach())
 
-    return step
+    return Trainer(step)
 
 
 def _adamw(model: Any) -> Any:
@@ -170,7 +183,7 @@ def _adamw(model: Any) -> Any:
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
 
-def _deepspeed(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step:
+def _deepspeed(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Trainer:
     import deepspeed
 
     options = {
@@ -190,7 +203,7 @@ def _deepspeed(name: str, model: Any, loss: Any, mesh: Any, clip: float) -> Step
         engine.step()
         return float(value.detach())
 
-    return step
+    return Trainer(step)
 
 
 def _import_deepspeed() -> None:
@@ -209,7 +222,7 @@ def _import_fsdp2() -> None:
     import torch.distributed.tensor  # noqa: F401
 
 
-ENGINES: dict[str, Callable[..., Step]] = {
+ENGINES: dict[str, Callable[..., Trainer]] = {
     "plain": _plain,  # the model alone, without communication: what an engine adds is measured from there
     "ddp": _ddp,
     "fsdp2": _fsdp2,
@@ -224,7 +237,7 @@ def shards_parameters(name: str) -> bool:
     return name == "fsdp2" or name.endswith("3")
 
 
-def _maker(name: str, setting: Setting) -> Callable[..., Step]:
+def _maker(name: str, setting: Setting) -> Callable[..., Trainer]:
     make = ENGINES.get(name)
     if make is None:
         assert setting.extra is not None

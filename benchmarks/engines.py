@@ -8,7 +8,7 @@ an order that rotates, and its wall and CPU seconds are divided by those of DDP 
 its quartiles. `plain` is the model alone, without communication: what an engine adds is measured from there, and what of its
 communication is exposed. Losses of all engines are compared at every step. Engines share no process (`team.py`).
 
-`ours` are stage0 to stage3; ds0 to ds3 are DeepSpeed's stages. The ideal bytes of Ψ parameters over N ranks are 2Ψ(N-1)/N
+Ours are stage0 to stage3; ds0 to ds3 are DeepSpeed's stages. The ideal bytes of Ψ parameters over N ranks are 2Ψ(N-1)/N
 elements a step, and 3Ψ(N-1)/N where parameters are sharded too.
 """
 
@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="default 15, over a link 5")
-    parser.add_argument("--steps", type=int, help="steps of one engine in one round; default 4, over a link 2")
+    parser.add_argument("--steps", type=int, help="steps of one engine in one round; default 4, over a link 3")
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; default light,heavy, over a link heavy")
     parser.add_argument("--rows", type=int, help="rows of a rank's batch, in place of the model's own; over a link 6")
     parser.add_argument("--engines", help="default all, over a link all but DeepSpeed's; all are compared with ddp")
@@ -72,7 +72,7 @@ def complete(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Fill in what was not given; the engines to compare, and what is wrong."""
     over_link = arguments.link > 0
     arguments.rounds = arguments.rounds or (5 if over_link else 15)
-    arguments.steps = arguments.steps or (2 if over_link else 4)
+    arguments.steps = arguments.steps or (3 if over_link else 4)
     arguments.models = arguments.models or ("heavy" if over_link else "light,heavy")
     arguments.rows = arguments.rows or (6 if over_link else None)
     asked = arguments.engines.split(",") if arguments.engines else [n for n in ENGINES if not (over_link and n.startswith("ds"))]

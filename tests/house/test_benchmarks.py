@@ -58,7 +58,11 @@ def test_engines_are_counted_alike(tmp_path):
 
 def test_an_engine_of_ones_own_joins_and_other_losses_are_told(tmp_path):
     extra = tmp_path / "extra.py"
-    extra.write_text("def make(name, model, loss, mesh, clip):\n    return lambda: float(loss(model).detach()) * 1.001\n")
+    extra.write_text(
+        "from contestants import Trainer\n"
+        "def make(name, model, loss, mesh, clip):\n"
+        "    return Trainer(lambda: float(loss(model).detach()) * 1.001)\n"
+    )
     small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--engines", "ddp,off", "--extra", str(extra)]
     done = run("engines.py", *small)
     assert done.returncode == 1

@@ -6,7 +6,8 @@
 Machines are shared and noisy, so only ratios within a round mean anything: in each round every engine takes the same steps, in
 an order that rotates, and its wall and CPU seconds are divided by those of DDP in that round. Tables give the median ratio with
 its quartiles. `plain` is the model alone, without communication: what an engine adds is measured from there, and what of its
-communication is exposed. Losses of all engines are compared at every step. Engines share no process (`team.py`).
+communication is exposed. Losses of all engines are compared at every step. Engines share no process (`team.py`). Ctrl-C or
+SIGTERM ends the run after the round that is under way, with the figures so far.
 
 Ours are stage0 to stage3; ds0 to ds3 are DeepSpeed's stages. The ideal bytes of Ψ parameters over N ranks are 2Ψ(N-1)/N
 elements a step, and 3Ψ(N-1)/N where parameters are sharded too.
@@ -18,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import sys
 from contextlib import ExitStack
@@ -54,11 +56,12 @@ def main() -> int:
         print("\n".join(problems), file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    results = {}
+    results, asked_to_stop = {}, StopRequest()
     try:
         for name in arguments.models.split(","):
-            results[name] = compare(name, engines, arguments)
-            show(results[name])
+            if not asked_to_stop:
+                results[name] = compare(name, engines, arguments, asked_to_stop)
+                show(results[name])
     except TeamFailure as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -66,6 +69,22 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
+
+
+class StopRequest:
+    """True once SIGINT or SIGTERM has come; the next one ends the program as ever."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._ends = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __bool__(self) -> bool:
+        return self._came
+
+    def _note(self, *_: Any) -> None:
+        self._came = True
+        for number, handler in self._ends.items():
+            signal.signal(number, handler)
 
 
 def complete(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -93,8 +112,8 @@ def complete(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     return engines, problems
 
 
-def compare(model: str, engines: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model."""
+def compare(model: str, engines: list[str], arguments: argparse.Namespace, asked_to_stop: StopRequest) -> dict[str, Any]:
+    """All figures of one model; fewer rounds when asked to stop, but one at least."""
     from dist_train.config.compose import compose
     from dist_train.model.flops import parameter_count
 
@@ -121,6 +140,9 @@ def compare(model: str, engines: list[str], arguments: argparse.Namespace) -> di
         for team in teams.values():
             team.started()
         for round_ in range(arguments.rounds + 1):  # the first warms up
+            if asked_to_stop and round_ > 1:
+                break
+            print(f"{model}: {f'round {round_} of {arguments.rounds}' if round_ else 'warming up'}", file=sys.stderr)
             losses = {}
             shift = round_ % len(engines)
             for name in engines[shift:] + engines[:shift]:
@@ -141,7 +163,7 @@ def compare(model: str, engines: list[str], arguments: argparse.Namespace) -> di
         "rows": rows,
         "ranks": arguments.ranks,
         "threads": int(os.environ["OMP_NUM_THREADS"]),
-        "rounds": arguments.rounds,
+        "rounds": len(figures["ddp"]["wall_seconds"]),
         "steps": arguments.steps,
         "clip": arguments.clip,
         "link_mbit": arguments.link,

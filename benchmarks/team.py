@@ -105,7 +105,8 @@ class _Place:
 
 
 def _serve(pipe: Any, place: _Place, build: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to handle; it ends its ranks
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group, they are the conductor's to handle
+        signal.signal(number, signal.SIG_IGN)
     try:
         if place.link_mbit:
             link.step_aside()

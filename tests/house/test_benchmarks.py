@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -67,6 +69,23 @@ def test_an_engine_of_ones_own_joins_and_other_losses_are_told(tmp_path):
     done = run("engines.py", *small)
     assert done.returncode == 1
     assert "tiny: the losses of off and ddp differ by 0.001" in done.stderr
+
+
+def test_a_run_that_is_stopped_tells_what_it_has(tmp_path):
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "engines.py"), "--models", "tiny,light", "--rounds", "100000", "--steps", "1"]
+    command += ["--engines", "ddp,stage0", "--json", str(figures)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stderr is not None
+        assert any("round 3" in line for line in process.stderr)
+        os.killpg(process.pid, signal.SIGTERM)  # as coreutils' timeout does
+        out, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0
+    results = json.loads(figures.read_text())
+    assert list(results) == ["tiny"]
+    assert 3 <= results["tiny"]["rounds"] == len(results["tiny"]["engines"]["stage0"]["wall_seconds"]) < 100000
+    assert "stage0" in out
 
 
 def test_engines_nobody_knows_are_refused():

@@ -123,7 +123,7 @@ def _serve(rank: int, n: int, folder: str, questions: Any, answers: Any) -> None
     from dist_train.mesh.shape import MeshShape
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=90)  # to find each other, on a machine with other things to do; collectives have their own
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
     mesh = ParallelMesh.from_process_group(MeshShape(dp=n), timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS)
     answers.put((rank, True, None))

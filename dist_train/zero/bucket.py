@@ -252,14 +252,16 @@ class ParamBucket:
         if not self.policy.optim:
             self._handle = self._wire.all_reduce(self._comm, self.grad_full, self._shards)
             return
-        part = torch.empty(self.layout.shard_numel, dtype=self.precision.reduce, device=self.grad_full.device)
+        part, device, dtype = self.grad, self.grad_full.device, self.precision.reduce
+        if self._reduced_before or (part.device, part.dtype) != (device, dtype):
+            part = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         inside = self._wire.reduce_scatter(self._comm, part, self.grad_full, self._shards)
         self._handle = Handle(inside, lambda: Handle(self._comm.all_reduce(part, self._replicas), lambda: self._take(part)))
 
     def _take(self, part: Tensor) -> None:
         if self._reduced_before:
             self.grad += part.to(self.grad.device)
-        else:
+        elif part is not self.grad:
             self.grad.copy_(part)
         if self.policy.grad:
             self._reduced_before = True

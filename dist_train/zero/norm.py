@@ -58,7 +58,7 @@ def agree(
     `squares`: Σ over the elements that this rank counts. `carried`: the factor by which gradients differ from the sum over
     micro-batches and ranks, such as the loss scale. `update=False`: the step counts as skipped.
     """
-    totals = torch.stack([squares, *(torch.as_tensor(x, dtype=torch.float64, device=squares.device) for x in (weight, *sums))])
+    totals = torch.stack([squares, *(_on(squares.device, x) for x in (weight, *sums))])
     comm.all_reduce(totals, group).wait()
     scale = totals[1] * carried
     # In fp32 the norm is the same bits for every bucket size and number of ranks: their fp64 sums differ in the last place.
@@ -67,3 +67,9 @@ def agree(
     skipped = 1.0 - (finite & (totals[1] > 0)).to(torch.float32) if update else torch.ones_like(norm)
     divisor = torch.where(skipped > 0, 1.0, scale / clip_factor(norm, clip_norm)).to(torch.float32)
     return StepReport(norm, finite, skipped, totals[1], totals[2:], exposed_seconds), divisor
+
+
+def _on(device: torch.device, value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)  # a fill: copying it there would make the host wait

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-_BYTES_SENT = 200  # offset in Linux's struct tcp_info (since 4.19): payload, with what was sent again
+_BYTES_SENT = 200  # offset in Linux's struct tcp_info (since 4.19): payload, with what was sent again; then how much that was
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has written to the TCP connections it has open, counted by the kernel."""
+    """Bytes that this process has written to the TCP connections it has open, counted by the kernel, each once."""
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -23,8 +23,9 @@ def bytes_sent() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
-                    total += struct.unpack_from("=Q", info, _BYTES_SENT)[0]
+                    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 16)
+                    sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
+                    total += sent - again
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return total

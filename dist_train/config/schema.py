@@ -98,7 +98,7 @@ class ShardConfig:
     engine: str = "native"  # native | ddp | fsdp2 (torch's own data parallelism) | deepspeed: same recipe, data and checkpoints
     stage: int = 0  # ZeRO: 0 replicates all state, 1 shards optimizer state, 2 gradients too, 3 parameters too
     replicas: int = 1  # data ranks are cut in so many runs of neighbours, and state is sharded inside a run only
-    bucket_mb: float = 25.0  # size of a gradient bucket in MB (1e6 bytes) of the reduce dtype
+    bucket_mb: float = 25.0  # largest size of a gradient bucket in MB (1e6 bytes) of the reduce dtype
     overlap: bool = True  # reduce each bucket as it fills during backward, and let updated parameters arrive during forward
     reduce_dtype: str = "fp32"  # fp32 | bf16: what travels on the wire
     compress: str = "none"  # none | bf16 | int8 | topk: gradients on the wire, added up in fp32
@@ -182,4 +182,4 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     run: RunConfig = field(default_factory=RunConfig)
     remat: str = "none"  # none | selective | full
-    attention: str = "auto"  # auto | sdpa | math
+    attention: str = "auto"  # auto | flash | sdpa | math; dist-train doctor shows what runs

@@ -48,7 +48,7 @@ class ZeroEngine:
         module: its trainable parameters are moved into flat buckets (their values stay); rank 0's values win.
         optimizer: a recipe such as `dt.AdamW(lr=3e-4)`.
         clip_norm: global norm above which gradients are scaled down; 0 for never.
-        bucket_bytes: size of a bucket in the reduce dtype.
+        bucket_bytes: size of a bucket in the reduce dtype, at most; smaller where the model would fill less than six of them.
         overlap: reduce buckets during backward; off, they are reduced after it. Bits are the same.
         policy: what is sharded over data ranks (`ShardPolicy.from_stage`).
         replicas: data ranks are cut in so many runs, and state is sharded inside a run only.
@@ -168,7 +168,10 @@ class ZeroEngine:
                 self.buckets[:0] = make([name for name in mine if params[name].requires_grad], math.inf)
                 self.frozen += make([name for name in mine if not params[name].requires_grad], math.inf)
         else:
-            self.buckets = make([name for name, param in params.items() if param.requires_grad], size)
+            trainable = {name: param for name, param in params.items() if param.requires_grad}
+            total = sum(param.numel() for param in trainable.values()) * self.precision.reduce.itemsize
+            # No backward is left to hide the last bucket behind, so a small model comes in several, if not in any number.
+            self.buckets = make(list(trainable), min(size, max(total / 6, 8e6)))
         needed: dict[str, list[ParamBucket]] = {unit: [] for unit in units}
         for bucket in [*self.buckets, *self.frozen]:
             for user in dict.fromkeys(user for param in bucket.params for user in users[param]):

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 READY = .venv/.ready
+CSRC = $(wildcard csrc/* csrc/*/*)
 ARGS ?=
 
 .PHONY: help setup train test test-parity lint bench
@@ -27,8 +28,8 @@ lint: $(READY) ## ruff and mypy
 bench: $(READY) ## our engine beside DDP, FSDP2 and DeepSpeed, interleaved; options with ARGS="--rounds 5"
 	.venv/bin/python benchmarks/engines.py $(ARGS)
 
-# torch comes alone and first: it is the largest, and a csrc build and DeepSpeed's setup need it before. DeepSpeed compiles nothing.
-$(READY): constraints.txt pyproject.toml setup.py
+# torch comes alone and first: it is the largest, and the build of csrc/ and DeepSpeed's setup need it before. DeepSpeed compiles nothing.
+$(READY): constraints.txt pyproject.toml setup.py $(CSRC)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dist_train needs Python 3.10 or newer; set PYTHON=...")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) setuptools wheel torch==2.13.0

@@ -1,0 +1,53 @@
+// Every operator's schema, and what the library says about itself. The implementations register from <op>/<op>_ops.cpp.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "common/isa.h"
+
+STABLE_TORCH_LIBRARY(dist_train, m) {
+  // norm
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)");
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y, Tensor sum, Tensor rstd)");
+  m.def("rms_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor rstd, bool wants_dweight)"
+        " -> (Tensor dx, Tensor dweight)");
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def("add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps)"
+        " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool wants_dweight,"
+        " bool wants_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+}
+
+namespace dt {
+namespace {
+Isa best_isa() {
+#if defined(__x86_64__)
+  const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return has_avx512 && has_avx2 ? AVX512 : has_avx2 ? AVX2 : BASE;
+#else
+  return BASE;
+#endif
+}
+std::atomic<Isa>& current() {
+  static std::atomic<Isa> value = best_isa();
+  return value;
+}
+}  // namespace
+Isa isa() { return current().load(std::memory_order_relaxed); }
+Isa limit_isa(int highest) { return current() = std::min(best_isa(), Isa(std::clamp<int>(highest, BASE, AVX512))); }
+}  // namespace dt
+
+// Called by dist_train/ops/library.py through ctypes.
+extern "C" {
+__attribute__((visibility("default"))) int dt_limit_isa(int highest) { return dt::limit_isa(highest); }
+__attribute__((visibility("default"))) int dt_has_cuda() {
+#ifdef DT_CUDA
+  return 1;
+#else
+  return 0;
+#endif
+}
+}

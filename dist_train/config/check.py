@@ -48,7 +48,7 @@ _CHOICES = {
     "optim.name": ("sgd", "momentum", "adam", "adamw", "adamw8bit", "muon"),
     "lr.schedule": ("constant", "linear", "cosine", "wsd"),
     "remat": ("none", "selective", "full"),
-    "attention": ("auto", "sdpa", "math"),
+    "attention": ("auto", "flash", "sdpa", "math"),
     "mesh.pp": (1,),
     "mesh.cp": (1,),
     "mesh.tp": (1,),

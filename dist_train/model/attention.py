@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from dist_train.config.schema import ModelConfig
-from dist_train.ops.attention import attention
+from dist_train.ops.attention import Documents, attention
 from dist_train.ops.rotary import rotary
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         q_BNTH, k_BKSH, v_BKSH = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
         if cache is not None:
             k_BKSH, v_BKSH = cache.append(k_BKSH, v_BKSH)
-        o_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, context.mask_B1TS)
+        o_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, context.documents)
         return self.out(o_BNTH.transpose(1, 2).flatten(2))
 
     def split_heads(self, x_BTD: Tensor) -> Tensor:
@@ -63,5 +63,5 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.backend, self.dropout = backend, dropout
 
-    def forward(self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-        return attention(q_BNTH, k_BKSH, v_BKSH, mask_B1TS, self.dropout if self.training else 0.0, self.backend)
+    def forward(self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents | None) -> Tensor:
+        return attention(q_BNTH, k_BKSH, v_BKSH, documents, self.dropout if self.training else 0.0, self.backend)

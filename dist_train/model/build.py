@@ -9,7 +9,7 @@ from dist_train.config.schema import Config, ModelConfig
 from dist_train.model.init import RULES, init_weights
 from dist_train.model.mlp import ACTIVATIONS
 from dist_train.model.transformer import Transformer
-from dist_train.ops.attention import BACKENDS
+from dist_train.ops.attention import WANTED
 
 
 def build_model(config: Config, seed: int | None = None) -> Transformer:
@@ -35,7 +35,7 @@ def _require_buildable(model: ModelConfig, attention: str) -> None:
         "model.family": (model.family, ("llama", "gpt")),
         "model.activation": (model.activation, ("silu",) if model.family == "llama" else tuple(ACTIVATIONS)),
         "model.init": (model.init, RULES),
-        "attention": (attention, BACKENDS),
+        "attention": (attention, tuple(WANTED)),
     }
     for key, (value, known) in choices.items():
         if value not in known:

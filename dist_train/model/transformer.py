@@ -23,7 +23,7 @@ from dist_train.config.schema import ModelConfig
 from dist_train.model.attention import Attention, LayerCache
 from dist_train.model.mlp import make_mlp
 from dist_train.model.norm import make_norm
-from dist_train.ops.attention import document_mask
+from dist_train.ops.attention import Documents, prepare_documents
 from dist_train.ops.rotary import rotary_table
 
 
@@ -31,13 +31,13 @@ class Context(NamedTuple):
     """What all blocks of one forward pass share, made once: where tokens stand, and who may see whom."""
 
     rotation: tuple[Tensor, Tensor] | None  # (cos_BT1H, sin_BT1H) in fp32; None: positions are in the embedding
-    mask_B1TS: Tensor | None  # bool; None: plain causal
+    documents: Documents | None  # None: plain causal
 
 
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attention: str = "auto") -> None:
         super().__init__()
-        self.config = config
+        self.config, self.attention = config, attention
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden) if config.family == "gpt" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -62,13 +62,12 @@ class Transformer(nn.Module):
 
         `tokens_BT` int64. `positions_BT` int64 restarts at 0 with each document; None counts from 0 along the row.
         `documents_BT` (any integer dtype) numbers the documents of a row, and no token sees another document; None
-        means one document a row, which takes the fast causal path. `caches`, one a block, hold what came before.
+        means one document a row. On the host they cost a CUDA device no wait. `caches`, one a block, hold what came before.
         """
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None]
-        context = self.context(positions_BT, documents_BT)
-
         x_BTD = self.embed(tokens_BT)
+        context = self.context(positions_BT, documents_BT, x_BTD)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(positions_BT)
         x_BTD = self.dropout(x_BTD)
@@ -80,12 +79,15 @@ class Transformer(nn.Module):
                 x_BTD = block(x_BTD, context, cache)
         return self.head(self.norm(x_BTD))
 
-    def context(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Context:
-        """Rotation table and mask for these positions and documents."""
-        rotation = None
+    def context(self, positions_BT: Tensor, documents_BT: Tensor | None, x_BTD: Tensor) -> Context:
+        """Rotation table and documents for blocks that get `x_BTD`."""
+        rotation, documents, width = None, None, self.config.hidden // self.config.heads
         if self.positions is None:
-            rotation = rotary_table(positions_BT, self.config.hidden // self.config.heads, self.config.rope_theta)
-        return Context(rotation, None if documents_BT is None else document_mask(documents_BT))
+            rotation = rotary_table(positions_BT, width, self.config.rope_theta)
+        if documents_BT is not None:
+            dropout = self.config.dropout if self.training else 0.0
+            documents = prepare_documents(documents_BT, x_BTD.dtype, x_BTD.device, width, dropout, self.attention)
+        return Context(rotation, documents)
 
 
 class Block(nn.Module):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dist_train.config.compose import ConfigError
+from dist_train.ops.attention.op import flash_attention
 
 POLICIES = ("none", "selective", "full")
 
@@ -26,6 +27,7 @@ _KEPT = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
+        flash_attention._opoverload,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

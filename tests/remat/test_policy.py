@@ -68,7 +68,7 @@ def test_what_each_policy_computes_again():
         model = build_model(toy())
         apply_remat(model, policy)
         calls[policy] = count(model)
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    attention = "flash_attention"
     assert [calls[policy][attention] for policy in calls] == [2, 2, 4]
     # 7 products a block forward and 14 backward, 1 and 2 for the head; full runs a block again up to what backward needs last.
     assert [calls[policy]["mm"] for policy in calls] == [45, 45, 45 + 2 * 6]

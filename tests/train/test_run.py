@@ -310,18 +310,16 @@ def test_U09_a_resumed_run_has_one_record_a_step(tmp_path):
 
 
 def _leaky(mesh, comm, run_dir):
-    from dist_train.ops import attention
-
-    config = toy_config("train.steps=2", "train.micro_batch=4", *BATCH)
-    original = attention.document_mask
     from dist_train.model import transformer
 
-    transformer.document_mask = lambda documents_BT: original(documents_BT * 0)
+    config = toy_config("train.steps=2", "train.micro_batch=4", *BATCH)
+    original = transformer.prepare_documents
+    transformer.prepare_documents = lambda documents_BT, *rest: original(documents_BT * 0, *rest)
     try:
         Path(run_dir).mkdir()
         return train(config, Path(run_dir), mesh)
     finally:
-        transformer.document_mask = original
+        transformer.prepare_documents = original
 
 
 def test_F25_a_run_whose_documents_leak_does_not_start(tmp_path):

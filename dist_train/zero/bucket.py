@@ -7,7 +7,8 @@ Tensors (all flat; N ranks of the shard group, S = numel ÷ N; names as everywhe
     shard       compute dtype, this rank's part of `full`: a view of it, or at stage 3 a tensor of its own
     master      what the optimizer updates: `shard` itself where the dtypes agree, else a wider copy
     grad_full   numel elements: this rank's gradients, summed over micro-batches. At stages 2 and 3 only while they travel
-    grad        what the optimizer reads, as long as master: Σ over data ranks; a part of `grad_full`, at stages 2 and 3 its own
+    grad        what the optimizer reads, as long as master: Σ over data ranks; a part of `grad_full`, at stages 2 and 3 its own,
+                there from the first reduction of a step to its end
 
 "This rank's part" is all of it at stage 0 and its slice of S elements at stages 1 to 3. Memory that comes and goes is the
 *storage* of a tensor that stays, so every view into it stays valid.
@@ -145,6 +146,7 @@ class ParamBucket:
         self._grad_padding = [self.grad_full[gap] for gap in self.layout.padding]
         self.grad = self.grad_full[self.owned]
         elsewhere = self._state.kind != "device"
+        self._grad_stays = elsewhere or not self.policy.grad
         if self.policy.grad:
             place = HostMemory(device) if elsewhere else DeviceMemory(device)
             self.grad = place.zeros(self.layout.shard_numel, dtype, f"gradients of {self.name}")
@@ -252,6 +254,8 @@ class ParamBucket:
         if not self.policy.optim:
             self._handle = self._wire.all_reduce(self._comm, self.grad_full, self._shards)
             return
+        if not (self._grad_stays or self._reduced_before):
+            _allocate(self.grad)
         part, device, dtype = self.grad, self.grad_full.device, self.precision.reduce
         if self._reduced_before or (part.device, part.dtype) != (device, dtype):
             part = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -301,6 +305,8 @@ class ParamBucket:
 
         `ensure_full` waits for it."""
         self.phase, self._fresh, self._reduced_before, self._idle = Phase.ACCUMULATING, True, False, None
+        if not self._grad_stays:
+            _free(self.grad)
         if self.policy.optim and not self.policy.param:
             self._gathering = self._weights.all_gather(self._comm, self.full, self.shard, self._shards)
             self.residence = Residence.GATHERING
@@ -347,27 +353,33 @@ class ParamBucket:
         """What the optimizer updates here, one run for each of the layout's segments."""
         found = []
         self.open_master()  # views are made of memory that is there
+        if not self._grad_stays:
+            _allocate(self.grad)
         for segment in self.layout.segments:
             at = owned_part(segment, self.owned)
             held = slice(self.owned.start + at.start, self.owned.start + at.stop)
             parts = slot_parts(segment.slots, held)
             found.append(FlatSegment(segment.group, self.master[at], self._handed[at], parts, self._state))
         self.close_master()
+        if not self._grad_stays:
+            _free(self.grad)
         return found
 
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """The tensors held now, by kind, each memory counted once."""
-        gradients = []
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors held, by kind, each memory counted once; `grad` as when a backward has ended."""
+        found = {"parameters": _bytes(self.full), "masters": 0, "gradients": 0}
+        if self.policy.param:
+            found["parameters"] += _bytes(self.shard)
         if self.trainable:
-            gradients = [self.grad_full, *([self.grad] if self.policy.grad else [])]
-            gradients += [] if self._earlier is None else [self._earlier]
-            gradients += [] if self._handed is self.grad else [self._handed]
-            gradients += [residual for residual in [self.residual()] if residual is not None]
-        return {
-            "parameters": [self.full, *([self.shard] if self.policy.param else [])],
-            "masters": self.state_tensors if self.trainable else [],
-            "gradients": gradients,
-        }
+            found["masters"] = sum(map(_bytes, self.state_tensors))
+            found["gradients"] = _bytes(self.grad_full) + (self.grad.nbytes if self.policy.grad else 0)
+            others = (self._earlier, None if self._handed is self.grad else self._handed, self.residual())
+            found["gradients"] += sum(_bytes(tensor) for tensor in others if tensor is not None)
+        return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _allocate(flat: Tensor) -> None:

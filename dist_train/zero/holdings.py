@@ -70,11 +70,12 @@ class Holdings:
             self.setting.state.done(state)
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of tensors held by kind, wherever they live, counted from the tensors themselves."""
+        """Bytes of tensors held by kind, wherever they live, counted from the tensors themselves; the gradients that the
+        optimizer reads count always, also where they have memory from a step's first reduction to its end alone."""
         held: dict[str, int] = {"parameters": 0, "masters": 0, "gradients": 0, "moments": 0}
         for bucket in [*self.buckets, *self.frozen]:
-            for kind, tensors in bucket.tensors().items():
-                held[kind] += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            for kind, count in bucket.held_bytes().items():
+                held[kind] += count
         held["parameters"] += sum(param.numel() * param.element_size() for _, param in self._outside_buckets())
         for index in range(len(self.segments)):
             held["moments"] += sum(tensor.untyped_storage().nbytes() for tensor in self.optimizer.moments(index).values())

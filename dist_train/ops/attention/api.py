@@ -13,7 +13,7 @@ from dist_train.ops.attention import cpu
 from dist_train.ops.attention.documents import Documents, causal_mask
 from dist_train.ops.attention.op import flash_attention, flash_attention_backward
 from dist_train.ops.attention.reference import math_attention, math_backward, math_forward, repeat_heads
-from dist_train.ops.attention.select import Request, choose, this_machine
+from dist_train.ops.attention.select import backend_for
 
 
 def attention(
@@ -37,8 +37,7 @@ def attention(
         out_BNSH = attention(q_BNTH[:, :, queries - keys :], k_BKSH, v_BKSH, None, dropout, backend)
         return F.pad(out_BNSH, (0, 0, queries - keys, 0))
     kind = _kind(mask, True, queries, keys)
-    request = Request(q_BNTH.dtype, q_BNTH.size(-1), kind, dropout)
-    chosen = choose(request, this_machine(q_BNTH.device), backend).backend
+    chosen = backend_for((q_BNTH.dtype, q_BNTH.size(-1), kind, dropout, False), q_BNTH.device, backend)
     if chosen == "math":
         return math_attention(q_BNTH, k_BKSH, v_BKSH, _visible(mask, kind, q_BNTH, keys), dropout, scale)
     if chosen == "sdpa":
@@ -107,8 +106,7 @@ def attention_with_lse(
     scale = q_BNTH.size(-1) ** -0.5 if scale is None else scale
     if not isinstance(mask, Documents):
         return _Chunk.apply(q_BNTH, k_BKSH, v_BKSH, mask, causal, scale, backend)
-    request = Request(q_BNTH.dtype, q_BNTH.size(-1), "packed", lse=True)
-    chosen = choose(request, this_machine(q_BNTH.device), backend).backend
+    chosen = backend_for((q_BNTH.dtype, q_BNTH.size(-1), "packed", 0.0, True), q_BNTH.device, backend)
     if chosen == "math":
         return _Chunk.apply(q_BNTH, k_BKSH, v_BKSH, mask.mask(q_BNTH.device), True, scale, "math")
     documents, longest = _packed(mask, chosen, q_BNTH.device)
@@ -204,7 +202,6 @@ def _chunk_kernel(q_BNTH: Tensor, keys: int, causal: bool, mask: Tensor | None, 
     kind = _kind(mask, causal, queries, keys)
     if q_BNTH.numel() == 0 or keys == 0:
         return "math", kind, causal_mask(queries, keys, q_BNTH.device)
-    request = Request(q_BNTH.dtype, q_BNTH.size(-1), kind, lse=True)
-    kernel = choose(request, this_machine(q_BNTH.device), backend).backend
+    kernel = backend_for((q_BNTH.dtype, q_BNTH.size(-1), kind, 0.0, True), q_BNTH.device, backend)
     masked = kernel == "math" or (kernel == "cpu_flash" and kind in ("tail", "mask"))
     return kernel, kind, _visible(mask, kind, q_BNTH, keys) if masked else None

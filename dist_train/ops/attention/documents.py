@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_train.ops.attention.select import Request, choose, this_machine
+from dist_train.ops.attention.select import backend_for
 
 
 class Documents(NamedTuple):
@@ -39,7 +39,7 @@ def prepare_documents(
     """
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    chosen = choose(Request(dtype, width, "packed", dropout), this_machine(device), backend).backend
+    chosen = backend_for((dtype, width, "packed", dropout, False), device, backend)
     if chosen in ("sdpa", "math"):
         return Documents(documents_BT, document_mask(documents_BT.to(device)))
     if chosen == "cpu_flash":

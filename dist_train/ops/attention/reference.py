@@ -10,18 +10,18 @@ from torch import Tensor
 def math_attention(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None, dropout: float, scale: float
 ) -> Tensor:
-    """out_BNTH in v's dtype; softmax in fp32 (fp64 for fp64). `mask_B1TS` bool, None: every key is seen."""
-    k_BNSH, v_BNSH = repeat_heads(q_BNTH, k_BKSH, v_BKSH)
-    scores_BNTS = (q_BNTH * scale) @ k_BNSH.transpose(-1, -2)
-    wide = torch.promote_types(scores_BNTS.dtype, torch.float32)
+    """out_BNTH in q's dtype, computed in fp32 (fp64 for fp64). `mask_B1TS` bool, None: every key is seen."""
+    wide = torch.promote_types(q_BNTH.dtype, torch.float32)
+    k_BNSH, v_BNSH = (x.to(wide) for x in repeat_heads(q_BNTH, k_BKSH, v_BKSH))
+    scores_BNTS = (q_BNTH.to(wide) * scale) @ k_BNSH.transpose(-1, -2)
     if mask_B1TS is None:
-        weights_BNTS = scores_BNTS.softmax(-1, dtype=wide)
+        weights_BNTS = scores_BNTS.softmax(-1)
     else:
         # The lowest finite value instead of -inf keeps a row without keys free of nan; the second fill makes it zero.
         hidden_B1TS = ~mask_B1TS
-        scores_BNTS = scores_BNTS.to(wide).masked_fill(hidden_B1TS, torch.finfo(wide).min)
+        scores_BNTS = scores_BNTS.masked_fill(hidden_B1TS, torch.finfo(wide).min)
         weights_BNTS = scores_BNTS.softmax(-1).masked_fill(hidden_B1TS, 0.0)
-    return F.dropout(weights_BNTS, dropout).to(v_BNSH.dtype) @ v_BNSH
+    return (F.dropout(weights_BNTS, dropout) @ v_BNSH).to(q_BNTH.dtype)
 
 
 def math_forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def math_forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tens
     lse_BNT = scores_BNTS.logsumexp(-1)
     weights_BNTS = (scores_BNTS - _finite(lse_BNT)[..., None]).exp()
     _, v_BNSH = repeat_heads(q_BNTH, v_BKSH, v_BKSH)
-    return weights_BNTS.to(v_BNSH.dtype) @ v_BNSH, lse_BNT
+    return (weights_BNTS @ v_BNSH.to(weights_BNTS.dtype)).to(q_BNTH.dtype), lse_BNT
 
 
 def math_backward(
@@ -57,9 +57,9 @@ def math_backward(
 
 
 def _scores(q_BNTH: Tensor, k_BKSH: Tensor, mask_B1TS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    k_BNSH, _ = repeat_heads(q_BNTH, k_BKSH, k_BKSH)
-    scores_BNTS = (q_BNTH * scale) @ k_BNSH.transpose(-1, -2)
-    scores_BNTS = scores_BNTS.to(torch.promote_types(scores_BNTS.dtype, torch.float32))
+    wide = torch.promote_types(q_BNTH.dtype, torch.float32)
+    k_BNSH = repeat_heads(q_BNTH, k_BKSH, k_BKSH)[0].to(wide)
+    scores_BNTS = (q_BNTH.to(wide) * scale) @ k_BNSH.transpose(-1, -2)
     return (scores_BNTS if mask_B1TS is None else scores_BNTS.masked_fill(~mask_B1TS, -torch.inf)), k_BNSH
 
 

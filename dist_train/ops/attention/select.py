@@ -79,6 +79,12 @@ WANTED = {  # what the configuration may say, and whom it asks
 }
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def backend_for(request: tuple[torch.dtype, int, str, float, bool], device: torch.device, wanted: str) -> str:
+    """The backend for the fields of a `Request` on this machine. A compiler takes it for a constant."""
+    return choose(Request(*request), this_machine(device), wanted).backend
+
+
 @lru_cache(maxsize=4096)
 def choose(request: Request, machine: Machine, wanted: str = "auto") -> Choice:
     """The first backend of `wanted` that may serve the request. Raises ConfigError where none may."""

@@ -27,8 +27,8 @@ class MicroBatch:
         return int((self.labels_BT != IGNORED).sum()) if self._live is None else self._live
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same batch on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in ("tokens_BT", "labels_BT", "positions_BT", "documents_BT")}
+        """The same batch on `device`; documents stay on the host, where attention reads their lengths without a wait."""
+        moved = {name: getattr(self, name).to(device) for name in ("tokens_BT", "labels_BT", "positions_BT")}
         return replace(self, **moved)
 
     @staticmethod

@@ -63,7 +63,14 @@ template <> DT_HD f16 from_float<f16>(float v) {
 #endif
 }
 
-// Calls f with a value of the type that `dtype` names.
+// p[i] = v, where p holds elements of `dtype`.
+DT_HD void store_float(void* p, int64_t dtype, int64_t i, float v) {
+  if (dtype == F32) static_cast<float*>(p)[i] = v;
+  else if (dtype == BF16) static_cast<bf16*>(p)[i] = from_float<bf16>(v);
+  else static_cast<f16*>(p)[i] = from_float<f16>(v);
+}
+
+// Host only. Calls f with a value of the type that `dtype` names.
 template <class F> auto with_dtype(int64_t dtype, F&& f) {
   return dtype == F32 ? f(float()) : dtype == BF16 ? f(bf16()) : f(f16());
 }

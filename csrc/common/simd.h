@@ -94,6 +94,8 @@ template <class T> DT_INLINE void store(T* p, vf v, Part part) {
   for (int k = 0; k < part.count; ++k) p[k] = values[k];
 }
 
+DT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }  // p may lie past the end
+
 // v as it reads back after being stored as T.
 DT_INLINE vf rounded(vf v, float*) { return v; }
 template <class T> DT_INLINE vf rounded(vf v, T*) { T values[LANES]; store(values, v, Whole()); return load(values, Whole()); }
@@ -102,12 +104,17 @@ template <class T> DT_INLINE vf rounded(vf v, T*) { T values[LANES]; store(value
 DT_INLINE vf keep(vf v, Whole) { return v; }
 DT_INLINE vf keep(vf v, Part part) { for (int k = part.count; k < LANES; ++k) v[k] = 0.f; return v; }
 
+typedef float vf4 __attribute__((vector_size(16)));
 DT_INLINE float sum(vf v) {  // always in the same order
-  float values[LANES];
-  __builtin_memcpy(values, &v, sizeof v);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int k = 0; k < half; ++k) values[k] += values[k + half];
-  return values[0];
+#if defined(__AVX512F__)
+  const __m256 v8 = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const vf4 v4 = (vf4)_mm256_castps256_ps128(v8) + (vf4)_mm256_extractf128_ps(v8, 1);
+#elif defined(__AVX2__)
+  const vf4 v4 = (vf4)_mm256_castps256_ps128((__m256)v) + (vf4)_mm256_extractf128_ps((__m256)v, 1);
+#else
+  const vf4 v4 = v;
+#endif
+  return (v4[0] + v4[2]) + (v4[1] + v4[3]);
 }
 DT_INLINE float largest(vf v) {  // NaN lanes are passed over
   float most = v[0];

@@ -12,6 +12,7 @@ template <class T, class W, bool MEAN> void forward_row(const NormForward& a, in
   const T* x = static_cast<const T*>(a.x) + row * D;
   const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
   T* y = static_cast<T*>(a.y) + row * D;
+  const T* next = x + D;  // the next row is on its way while this one is written
   vf total[SLOTS] = {};
   const auto add = [&](int slot, vf h) DT_LAMBDA { total[slot] += MEAN ? h : h * h; };
   if (a.residual) {
@@ -41,10 +42,12 @@ template <class T, class W, bool MEAN> void forward_row(const NormForward& a, in
   a.rstd[row] = rstd;
   if (bias)
     each_vector(D, [&](int64_t i, auto part, int) DT_LAMBDA {
+      prefetch(next + i);
       store(y + i, normal(load(x + i, part), mean, rstd) * load(weight + i, part) + load(bias + i, part), part);
     });
   else
     each_vector(D, [&](int64_t i, auto part, int) DT_LAMBDA {
+      prefetch(next + i);
       store(y + i, normal(load(x + i, part), mean, rstd) * load(weight + i, part), part);
     });
 }
@@ -64,6 +67,7 @@ template <class T, class W, bool MEAN> void backward_row(const NormBackward& a, 
   });
   const float mean_gn = sum(gn) / D, mean_g = MEAN ? sum(g) / D : 0.f;
   each_vector(D, [&](int64_t i, auto part, int) DT_LAMBDA {
+    prefetch(x + D + i), prefetch(dy + D + i);
     const vf dyi = load(dy + i, part), n = normal(load(x + i, part), mean, rstd);
     vf d = norm_dx(dyi * load(weight + i, part), n, rstd, mean_gn, mean_g);
     if (dsum) d += load(dsum + i, part);

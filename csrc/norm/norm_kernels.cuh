@@ -77,12 +77,14 @@ template <class T, int N, int HELD, bool MEAN> __global__ void __launch_bounds__
   });
 }
 
-// Rows go to the blocks in turn. Where HELD > 0 a thread keeps the sums of its columns in registers until the end, and, but
-// for the longest rows, loads the next row before it reduces this one: the barrier then hides behind that load.
+// Rows go to the blocks in turn. Where HELD > 0 a thread keeps the sums of its columns in registers until the end, and, where
+// registers allow, loads the next row before it reduces this one: the barrier then hides behind that load.
 template <class T, int N, int HELD, bool MEAN>
 __global__ void __launch_bounds__(NORM_THREADS, HELD == 1 ? 2 : 1) norm_backward_kernel(NormBackward a) {
   constexpr int SLOTS = HELD > 0 ? HELD : 1;
-  constexpr bool AHEAD = HELD == 1 || HELD == 2;
+  constexpr bool CROWDED = MEAN && N == 8;  // two sums for each of eight columns in a pack
+  constexpr bool AHEAD = HELD == 2 || (HELD == 1 && !CROWDED);
+  constexpr bool HOLDS_DY = HELD > 0 && !(HELD == 4 && CROWDED);
   const int64_t first = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, stride = int64_t(gridDim.x) * blockDim.y;
   const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
   const bool float_weight = a.weight_dtype == F32;
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(NORM_THREADS, HELD == 1 ? 2 : 1) norm_backward
   const auto fetch = [&](int64_t row, Pack<T, N>(&to_x)[SLOTS], Pack<T, N>(&to_dy)[SLOTS]) {
     each_pack<N, HELD>(a.columns, [&](int slot, int i) {
       to_x[slot] = load_pack<N>(x + row * a.columns + i);
-      to_dy[slot] = load_pack<N>(dy + row * a.columns + i);
+      if (HOLDS_DY) to_dy[slot] = load_pack<N>(dy + row * a.columns + i);
     });
   };
   if (AHEAD && first < a.rows) fetch(first, xs, dys);
@@ -113,13 +115,12 @@ __global__ void __launch_bounds__(NORM_THREADS, HELD == 1 ? 2 : 1) norm_backward
     } else if (HELD > 0) {
       fetch(row, xs, dys);
     }
-    const auto at = [&](const T* source, Pack<T, N>(&held)[SLOTS], int slot, int i) {
-      return HELD > 0 ? held[slot] : load_pack<N>(source + start + i);
-    };
+    const auto x_at = [&](int slot, int i) { return HELD > 0 ? xs[slot] : load_pack<N>(x + start + i); };
+    const auto dy_at = [&](int slot, int i) { return HOLDS_DY ? dys[slot] : load_pack<N>(dy + start + i); };
 
     float totals[MEAN ? 2 : 1] = {};  // of g · n and of g
     each_pack<N, HELD>(a.columns, [&](int slot, int i) {
-      const Pack<T, N> px = at(x, xs, slot, i), pdy = at(dy, dys, slot, i);
+      const Pack<T, N> px = x_at(slot, i), pdy = dy_at(slot, i);
       float weight[N];
       load_floats<N, T>(a.weight, float_weight, i, weight);
 #pragma unroll
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(NORM_THREADS, HELD == 1 ? 2 : 1) norm_backward
     const float mean_gn = totals[0] / a.columns, mean_g = MEAN ? totals[MEAN ? 1 : 0] / a.columns : 0.f;
 
     each_pack<N, HELD>(a.columns, [&](int slot, int i) {
-      const Pack<T, N> px = at(x, xs, slot, i), pdy = at(dy, dys, slot, i);
+      const Pack<T, N> px = x_at(slot, i), pdy = dy_at(slot, i);
       Pack<T, N> dsum, dx;
       if (a.dsum) dsum = load_pack<N>(static_cast<const T*>(a.dsum) + start + i);
       float weight[N];
@@ -200,7 +201,7 @@ struct NormSumParts {
 inline __global__ void __launch_bounds__(WARP * NORM_SUM_ROWS) norm_sum_parts_kernel(NormSumParts a) {
   __shared__ float sums[NORM_SUM_ROWS][WARP];
   const int column = blockIdx.x * WARP + threadIdx.x;
-  const float* parts = a.parts[blockIdx.y];
+  const float* parts = blockIdx.y ? a.parts[1] : a.parts[0];
   float total = 0.f;
   if (column < a.columns)
     for (int64_t p = threadIdx.y; p < a.count; p += NORM_SUM_ROWS) total += parts[p * a.columns + column];
@@ -208,7 +209,7 @@ inline __global__ void __launch_bounds__(WARP * NORM_SUM_ROWS) norm_sum_parts_ke
   __syncthreads();
   if (threadIdx.y > 0 || column >= a.columns) return;
   for (int y = 1; y < NORM_SUM_ROWS; ++y) total += sums[y][threadIdx.x];
-  with_dtype(a.dtype, [&](auto t) { static_cast<decltype(t)*>(a.out[blockIdx.y])[column] = from_float<decltype(t)>(total); });
+  store_float(blockIdx.y ? a.out[1] : a.out[0], a.dtype, column, total);
 }
 
 }  // namespace dt

@@ -47,3 +47,8 @@ def cpu_isa(highest: str = ISAS[-1]) -> str:
     if _library is None:
         raise RuntimeError(missing)
     return ISAS[_library.dt_limit_isa(ISAS.index(highest))]
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """The fake of an output that the kernels write: as x, but contiguous whatever x is."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -43,15 +43,15 @@ if library.loaded:
 
     @torch.library.register_fake("dist_train::rms_norm")
     def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return empty(x), row_statistic(x)
+        return library.contiguous_like(x), row_statistic(x)
 
     @torch.library.register_fake("dist_train::add_rms_norm")
     def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        return empty(x), empty(x), row_statistic(x)
+        return library.contiguous_like(x), library.contiguous_like(x), row_statistic(x)
 
     @torch.library.register_fake("dist_train::rms_norm_backward")
     def _(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_dweight: bool) -> tuple[Tensor, Tensor]:
-        return empty(x), weight.new_empty(weight.numel() if wants_dweight else 0)
+        return library.contiguous_like(x), weight.new_empty(weight.numel() if wants_dweight else 0)
 
     def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, _ = inputs
@@ -82,10 +82,6 @@ if library.loaded:
     torch.library.register_autograd("dist_train::add_rms_norm", _backward_added, setup_context=_save_added)
 
 
-def empty(x: Tensor) -> Tensor:
-    """What the kernels return for `x`: contiguous, whatever x is."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def row_statistic(x: Tensor) -> Tensor:
+    """The fake of one fp32 number per row."""
     return x.new_empty(x.numel() // x.size(-1) if x.size(-1) else 0, dtype=torch.float32)

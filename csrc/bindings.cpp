@@ -17,6 +17,22 @@ STABLE_TORCH_LIBRARY(dist_train, m) {
         " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool wants_dweight,"
         " bool wants_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  // activation
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)");
+  m.def("geglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("geglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)");
+  m.def("gelu(Tensor x) -> Tensor");
+  m.def("gelu_backward(Tensor dy, Tensor x) -> Tensor");
+  // optim
+  m.def("adam_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
+        " Tensor(e!)[] copies, Tensor[] steps, Tensor grad_scale, Tensor found_inf, float lr, float beta1, float beta2, float eps,"
+        " float[] weight_decays, bool decoupled) -> ()");
+  m.def("lamb_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
+        " Tensor(e!)[] copies, Tensor[] steps, Tensor grad_scale, Tensor found_inf, float lr, float beta1, float beta2, float eps,"
+        " float[] weight_decays, int[] adapted) -> ()");
+  m.def("sgd_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] momenta, Tensor(d!)[] copies,"
+        " Tensor grad_scale, Tensor found_inf, float lr, float momentum, float[] weight_decays) -> ()");
 }
 
 namespace dt {

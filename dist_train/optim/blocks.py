@@ -19,12 +19,12 @@ A block is never cut (`Cut(block=256)`), since all its elements share a scale.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_train.optim.flat import AdamW, FusedAdam, Tensors
+from dist_train.ops.optim import Run
+from dist_train.optim.flat import AdamW, FlatAdam
 from dist_train.zero.layout import Cut
 from dist_train.zero.protocol import BoundOptimizer, FlatSegment
 
@@ -51,7 +51,7 @@ class AdamW8bit(AdamW):
         for segment in segments:
             if segment.master.dtype != torch.float32:
                 raise ValueError(f"AdamW8bit: masters are {segment.master.dtype} and must be fp32; set precision.master=fp32.")
-        return _AdamW8bit(self, torch._fused_adamw_, segments)
+        return _AdamW8bit(self, segments)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def quantize(values: Tensor, dtype: torch.dtype, step: Tensor) -> tuple[Tensor, 
     return bits.to(dtype).mul_(unit.sign().to(dtype)), scales  # (zero has sign zero)
 
 
-class _AdamW8bit(FusedAdam):
+class _AdamW8bit(FlatAdam):
     alignment = BLOCK
 
     def _new_state(self, segment: FlatSegment) -> dict[str, Tensor]:
@@ -91,18 +91,22 @@ class _AdamW8bit(FusedAdam):
             "exp_avg_sq_scale": segment.zeros("exp_avg_sq_scale", blocks, torch.float32),
         }
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
-        for run in zip(masters, grads, moments, steps, strict=True):
-            self._launch_run(*run, common)
+    def _launch(self, runs: Sequence[Run], lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        for run in runs:
+            self._launch_run(run, lr, grad_scale, found_inf)
 
-    def _launch_run(self, master: Tensor, grad: Tensor, moments: Tensors, step: Tensor, common: dict[str, Any]) -> None:
-        chunk, skip = _CHUNK["cuda" if master.is_cuda else "cpu"], common["found_inf"] > 0
-        for start in range(0, master.numel(), chunk):
+    def _launch_run(self, run: Run, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        chunk, skip = _CHUNK["cuda" if run.master.is_cuda else "cpu"], found_inf > 0
+        codes, scales = run.moments[:2], run.moments[2:]
+        for start in range(0, run.master.numel(), chunk):
             part, blocks = slice(start, start + chunk), slice(start // BLOCK, (start + chunk) // BLOCK)
-            held = [(codes[part], scales[blocks]) for codes, scales in zip(moments[:2], moments[2:], strict=True)]
-            first, second = (dequantize(codes, scales) for codes, scales in held)
-            self._kernel([master[part]], [grad[part]], [first], [second], [], [step], **self._options, **common)
-            for values, (codes, scales) in zip((first, second), held, strict=True):
-                for old, new in zip((codes, scales), quantize(values, codes.dtype, step), strict=True):
+            held = [(code[part], scale[blocks]) for code, scale in zip(codes, scales, strict=True)]
+            wide = [dequantize(code, scale) for code, scale in held]
+            chunk_run = Run(run.master[part], run.grad[part], wide, run.step, run.weight_decay)
+            super()._launch([chunk_run], lr, grad_scale, found_inf)
+            for values, (code, scale) in zip(wide, held, strict=True):
+                for old, new in zip((code, scale), quantize(values, code.dtype, run.step), strict=True):
                     old, new = old.view(torch.int32), new.view(torch.int32)  # four codes at once
                     old.copy_(torch.where(skip, old, new))
+        if run.copy is not None:
+            run.copy.copy_(run.master)

@@ -1,8 +1,9 @@
-"""Recipes for optimizers over flat segments: torch's fused kernels, one launch for all segments of a decay group.
+"""Recipes for optimizers over flat segments: fused kernels (`dist_train.ops.optim`), one launch for all segments.
 
 The kernels take the unscale-and-clip factor and the found-inf flag as device scalars, so clipping and skipping cost neither a
-pass over the gradients nor a host sync. They are called directly, as torch.optim calls them: a `torch.optim.Optimizer` would
-loop over parameters in Python at each step, and loads torch's compiler when it is made.
+pass over the gradients nor a host sync; they read 16-bit gradients as they are, and write the 16-bit copy of a master in the
+same pass. `fused=False` takes torch's kernels. Those are called directly, as torch.optim calls them: a `torch.optim.Optimizer`
+would loop over parameters in Python at each step, and loads torch's compiler when it is made.
 
 A recipe is a value; `bind` makes the optimizer with its state in place, so a checkpoint can be read into it at once.
 """
@@ -10,18 +11,15 @@ A recipe is a value; `bind` makes the optimizer with its state in place, so a ch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dist_train.ops.optim import Run, adam_, sgd_
 from dist_train.zero.layout import ALIGNMENT, FLAT, Cut
 from dist_train.zero.protocol import BoundOptimizer, FlatSegment
-
-Tensors = list[Tensor]
-_Run = tuple[Tensor, Tensor, Tensors, Tensor]  # master, gradient, moments, count of updates
 
 
 class Recipe:
@@ -46,9 +44,10 @@ class AdamW(Recipe):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    fused: bool = True
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return FusedAdam(self, torch._fused_adamw_, segments)
+        return FlatAdam(self, segments, decoupled=True)
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ class Adam(Recipe):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
+    fused: bool = True
 
     def bind(self, segments: Sequence[FlatSegment]) -> BoundOptimizer:
-        return FusedAdam(self, torch._fused_adam_, segments)
+        return FlatAdam(self, segments, decoupled=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class SGD(Recipe):
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+    fused: bool = True
 
     def state_bytes(self, group: str, master_bytes: int) -> float:
         return master_bytes if self.momentum else 0
@@ -123,34 +124,33 @@ class _Flat:
         self, chosen: Iterable[int], left_out: Mapping[int, Sequence[bool]], lr: float, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         """Update these segments, whose counts are those after it. `left_out`: for some, which of their parts stay as they are."""
-        runs: dict[float, list[_Run]] = {}
-        for at in chosen:
-            decay = 0.0 if self._segments[at].group == "no_decay" else self._weight_decay
-            runs.setdefault(decay, []).extend(self._runs(at, left_out.get(at, ())))
-        for decay, found in runs.items():
-            if found:
-                common = {"lr": lr, "weight_decay": decay, "maximize": False, "grad_scale": grad_scale, "found_inf": found_inf}
-                masters, grads, moments, steps = map(list, zip(*found, strict=True))
-                self._launch(masters, grads, moments, steps, common)
+        runs = [run for at in chosen for run in self._runs(at, left_out.get(at, ()))]
+        if runs:
+            self._launch(runs, lr, grad_scale, found_inf)
 
-    def _runs(self, at: int, left_out: Sequence[bool]) -> Iterator[_Run]:
+    def _runs(self, at: int, left_out: Sequence[bool]) -> Iterator[Run]:
         """What of a segment is updated: all of it in one run, or each parameter that got a gradient."""
         segment, start = self._segments[at], self._places[at].start
-        # A kernel reads gradients in the dtype of what it updates; this copies only where they differ.
-        grad, moments = segment.grad.to(segment.master.dtype), list(self._moments[at].values())
+        decay, moments = 0.0 if segment.group == "no_decay" else self._weight_decay, list(self._moments[at].values())
         if at not in self._apart:
             if segment.parts and not (left_out and all(left_out)):
-                yield segment.master, grad, moments, self._step[start]
+                yield Run(segment.master, segment.grad, moments, self._step[start], decay, segment.copy)
             return
-        for index, part in enumerate(segment.parts):
+        for index in range(len(segment.parts)):
             if not (left_out and left_out[index]):
-                # With the padding behind it, so that vector loops have no tail: the same bits however shards are cut.
-                run = slice(part.at.start, min(segment.master.numel(), -(-part.at.stop // self.alignment) * self.alignment))
-                state = [moment[_of(moment, run, segment.master.numel())] for moment in moments]
-                yield segment.master[run], grad[run], state, self._step[start + index]
+                yield self._run_of_part(at, index, decay)
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
-        """Update all runs in one launch. `moments`: for each run, its state in the order of `moment_names`."""
+    def _run_of_part(self, at: int, index: int, decay: float) -> Run:
+        # With the padding behind it, so that vector loops of torch's kernels have no tail: the same bits however shards are cut.
+        segment, numel = self._segments[at], self._segments[at].master.numel()
+        part = segment.parts[index].at
+        run = slice(part.start, min(numel, -(-part.stop // self.alignment) * self.alignment))
+        moments = [moment[_of(moment, run, numel)] for moment in self._moments[at].values()]
+        copy = None if segment.copy is None else segment.copy[run]
+        return Run(segment.master[run], segment.grad[run], moments, self._step[self._places[at].start + index], decay, copy)
+
+    def _launch(self, runs: Sequence[Run], lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Update all runs, whose moments are in the order of `moment_names`, in one launch; write their copies."""
         raise NotImplementedError
 
     def moments(self, segment: int) -> dict[str, Tensor]:
@@ -170,27 +170,27 @@ def _of(moment: Tensor, run: slice, numel: int) -> slice:
     return slice(run.start // block, run.stop // block)
 
 
-class FusedAdam(_Flat):
-    """Adam or AdamW, whichever `kernel` is."""
+class FlatAdam(_Flat):
+    """AdamW, or Adam where decay is not decoupled."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, recipe: Adam | AdamW, kernel: Callable[..., None], segments: Sequence[FlatSegment]) -> None:
+    def __init__(self, recipe: Adam | AdamW, segments: Sequence[FlatSegment], decoupled: bool = True) -> None:
         super().__init__(segments, recipe.weight_decay)
-        self._kernel = kernel
-        self._options = {"beta1": recipe.beta1, "beta2": recipe.beta2, "eps": recipe.eps, "amsgrad": False}
+        self._adam, self._decoupled = recipe, decoupled
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
-        first, second = map(list, zip(*moments, strict=True))
-        self._kernel(masters, grads, first, second, [], steps, **self._options, **common)
+    def _launch(self, runs: Sequence[Run], lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        o = self._adam
+        options = {"lr": lr, "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+        adam_(runs, **options, decoupled=self._decoupled, grad_scale=grad_scale, found_inf=found_inf, fused=o.fused)
 
 
 class _Sgd(_Flat):
     def __init__(self, recipe: SGD, segments: Sequence[FlatSegment]) -> None:
         self.moment_names = ("momentum_buffer",) if recipe.momentum else ()
         super().__init__(segments, recipe.weight_decay)
-        self._options: dict[str, Any] = {"momentum": recipe.momentum, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+        self._recipe = recipe
 
-    def _launch(self, masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, common: dict[str, Any]) -> None:
-        buffers = [buffer for found in moments for buffer in found]
-        torch._fused_sgd_(masters, grads, buffers, **self._options, **common)
+    def _launch(self, runs: Sequence[Run], lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        momentum, fused = self._recipe.momentum, self._recipe.fused
+        sgd_(runs, lr=lr, momentum=momentum, grad_scale=grad_scale, found_inf=found_inf, fused=fused)

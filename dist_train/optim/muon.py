@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from dist_train.optim.flat import AdamW, FusedAdam
+from dist_train.optim.flat import AdamW, FlatAdam
 from dist_train.zero.layout import FLAT, WHOLE, Cut
 from dist_train.zero.protocol import BoundOptimizer, FlatSegment
 
@@ -43,6 +43,7 @@ class Muon:
     beta1: float = 0.9  # this and the next two: AdamW's
     beta2: float = 0.95
     eps: float = 1e-8
+    fused: bool = True  # AdamW's kernel
     adamw: tuple[str, ...] = ("*embed*", "*wte.*", "*wpe.*", "*positions.*", "*head.weight")
 
     def group(self, name: str, param: Tensor) -> str:
@@ -79,11 +80,10 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.flatten(1)
 
 
-class _Muon(FusedAdam):
+class _Muon(FlatAdam):
     def __init__(self, recipe: Muon, segments: Sequence[FlatSegment]) -> None:
         self._recipe = recipe
-        adamw = AdamW(recipe.lr, recipe.beta1, recipe.beta2, recipe.eps, recipe.weight_decay)
-        super().__init__(adamw, torch._fused_adamw_, segments)
+        super().__init__(AdamW(recipe.lr, recipe.beta1, recipe.beta2, recipe.eps, recipe.weight_decay, recipe.fused), segments)
 
     def _new_state(self, segment: FlatSegment) -> dict[str, Tensor]:
         if segment.group == "matrix":
@@ -104,6 +104,8 @@ class _Muon(FusedAdam):
                 if not (idle and idle[index]):
                     master, grad, momentum = (_matrix(flat[part.at].view(part.slot.shape)) for flat in flats)
                     self._step_matrix(master, grad, momentum, lr, grad_scale, found_inf)
+            if segment.copy is not None:
+                segment.copy.copy_(segment.master)
         super()._update(rest, left_out, lr, grad_scale, found_inf)
 
     def _step_matrix(

@@ -137,6 +137,9 @@ class ParamBucket:
             self.master = self.shard
         else:
             self.master = self._state.zeros(part.numel(), part.dtype, f"masters of {self.name}").copy_(part)
+        # A skipped update writes nothing, so what it writes must be what nobody else changes.
+        beside = self._state.kind == self._store.kind == "device" and self.master is not self.shard
+        self._written = beside and not (rounded or self.precision.split) and self.shard.dtype.itemsize == 2
 
     def _place_gradients(self, wire: WireRecipe) -> None:
         device, dtype = self.full.device, self.precision.grad
@@ -320,10 +323,10 @@ class ParamBucket:
             high = self.shard.to(self._remainder.device).view(torch.int16).to(torch.int32)
             torch.add(self._remainder, high << 16, out=self.master.view(torch.int32))
 
-    def close_master(self) -> None:
-        """`shard` takes the values of `master`, in its own dtype."""
+    def close_master(self, stepped: bool = False) -> None:
+        """`shard` takes the values of `master`, in its own dtype. `stepped`: the optimizer has written them where it can."""
         if self._remainder is None:
-            if self.master is not self.shard:
+            if self.master is not self.shard and not (stepped and self._written):
                 self.shard.copy_(self.master)
         elif self.master.untyped_storage().nbytes():
             # To the nearest 16 high bits; what they lack, up or down, fits in 16 more. (A tie goes away from zero, not to even,
@@ -359,7 +362,8 @@ class ParamBucket:
             at = owned_part(segment, self.owned)
             held = slice(self.owned.start + at.start, self.owned.start + at.stop)
             parts = slot_parts(segment.slots, held)
-            found.append(FlatSegment(segment.group, self.master[at], self._handed[at], parts, self._state))
+            copy = self.shard[at] if self._written else None
+            found.append(FlatSegment(segment.group, self.master[at], self._handed[at], parts, self._state, copy))
         self.close_master()
         if not self._grad_stays:
             _free(self.grad)

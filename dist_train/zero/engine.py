@@ -271,13 +271,13 @@ class ZeroEngine:
         if self._state.resident_at_once and not self.precision.split:
             self._optimizer.step(lr, divisor, skipped, idle=idle)
             for bucket in self.buckets:
-                bucket.close_master()
+                bucket.close_master(stepped=True)
             return
         segments = self._holdings.segments_by_bucket()
         for index in walk(self._state, self._holdings.state_by_bucket()):
             self.buckets[index].open_master()
             self._optimizer.step(lr, divisor, skipped, segments[index], idle)
-            self.buckets[index].close_master()
+            self.buckets[index].close_master(stepped=True)
 
     def _idle_everywhere(self, idle: Collection[str]) -> list[str]:
         """The parameters that got no gradient in this step on any rank."""

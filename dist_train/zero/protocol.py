@@ -27,6 +27,7 @@ class FlatSegment:
     grad: Tensor
     parts: Sequence[SlotPart]  # the parameters, or parts of them, in `master`; between them is padding
     memory: Memory | None = None  # of the optimizer's state; None: beside `master`
+    copy: Tensor | None = None  # what an update writes beside `master`: its values in 16 bits
 
     def zeros(self, name: str, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed tensor for the optimizer's state `name`: like `master`, or flat with `numel` elements."""

@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": ("dist_train.cli.launch", "start any script on several ranks"),
     "data": ("dist_train.cli.data", "prepare token files ahead of a run"),
     "check": ("dist_train.cli.check", "show what a configuration holds before it runs"),
+    "doctor": ("dist_train.cli.doctor", "show versions, devices and which kernels run here, and why"),
     "generate": ("dist_train.cli.generate", "write text from a trained run"),
 }
 BAD_INPUT, INTERRUPTED, NOBODY_READS = 2, 130, 141  # 130 and 141: as if SIGINT or SIGPIPE had ended the command

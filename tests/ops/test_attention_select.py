@@ -50,7 +50,7 @@ def test_auto_takes_the_first_that_qualifies(machine, request_, expected):
 
 def test_the_reason_names_each_rule():
     reason = choose(Request(torch.float32, 64, "causal"), without(H100, "fa4")).reason
-    assert reason.startswith("fa4: the package is not installed; fa3: takes float16, bfloat16; fa2: takes float16, bfloat16; ")
+    assert reason.startswith("fa4: the package is not installed; fa3, fa2, torch_flash, cudnn: takes float16, bfloat16; ")
     assert choose(Request(BF16, 64, "causal"), A100).reason.startswith(
         "fa4: needs compute capability 9.x to 10.x, not 8.0; fa3: "
     )
@@ -64,8 +64,8 @@ def test_a_name_is_an_order():
     assert choose(Request(BF16, 64, "packed", lse=True), H100, "math").backend == "math"
     for request, machine, words in [
         (Request(torch.float32, 64, "packed", 0.1), CPU, ["dropout 0.1 on cpu", "cpu_flash: has no dropout"]),
-        (Request(torch.float32, 64, "causal"), H100, ["float32 attention", "fa2: takes float16, bfloat16"]),
-        (Request(BF16, 300, "causal"), H100, ["head width 300", "fa3: takes heads up to 256 wide"]),
+        (Request(torch.float32, 64, "causal"), H100, ["float32 attention", "torch_flash: takes float16, bfloat16"]),
+        (Request(BF16, 300, "causal"), H100, ["head width 300", "fa3, fa2, torch_flash: takes heads up to 256 wide"]),
     ]:
         with pytest.raises(ConfigError, match="attention=flash cannot compute") as caught:
             choose(request, machine, "flash")

@@ -46,10 +46,10 @@ def attention(
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             grouped = q_BNTH.size(1) != k_BKSH.size(1)
             return F.scaled_dot_product_attention(q_BNTH, k_BKSH, v_BKSH, is_causal=kind == "causal", enable_gqa=grouped)
-    if chosen == "cpu_flash" and (kind in ("tail", "mask") or (kind != "packed" and cpu.is_native(q_BNTH.dtype))):
-        # torch's operator has its own derivative; in 16 bits it would keep 32-bit copies for it, so that goes below
-        seen = _visible(mask, kind, q_BNTH, keys) if kind in ("tail", "mask") else None
-        return cpu.forward(q_BNTH, k_BKSH, v_BKSH, kind == "causal", scale, seen)[0]
+    if chosen == "cpu_flash" and kind in ("tail", "mask"):
+        return cpu.forward(q_BNTH, k_BKSH, v_BKSH, False, scale, _visible(mask, kind, q_BNTH, keys))[0]
+    if chosen == "cpu_flash" and kind != "packed" and cpu.is_native(q_BNTH.dtype):
+        return _sdpa(q_BNTH, k_BKSH, v_BKSH, None, kind, 0.0)  # the shortest way to this kernel
     documents, longest = _packed(mask, chosen, q_BNTH.device)
     return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, kind != "full", scale, dropout, chosen)[0]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 
@@ -44,7 +45,7 @@ class Choice:
     @property
     def reason(self) -> str:
         """One line: why not those before it."""
-        return "; ".join(f"{name}: {why}" for name, why in self.refused) or "first choice"
+        return _told(self.refused) or "first choice"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ WANTED = {  # what the configuration may say, and whom it asks
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def backend_for(request: tuple[torch.dtype, int, str, float, bool], device: torch.device, wanted: str) -> str:
     """The backend for the fields of a `Request` on this machine. A compiler takes it for a constant."""
+    return backend_here(request, device, wanted)
+
+
+@lru_cache(maxsize=4096)
+def backend_here(request: tuple[torch.dtype, int, str, float, bool], device: torch.device, wanted: str) -> str:
     return choose(Request(*request), this_machine(device), wanted).backend
 
 
@@ -94,10 +100,17 @@ def choose(request: Request, machine: Machine, wanted: str = "auto") -> Choice:
         if why is None:
             return Choice(name, tuple(refused))
         refused.append((name, why))
-    rules = "; ".join(f"{name}: {why}" for name, why in refused)
     what = f"{str(request.dtype).removeprefix('torch.')} attention ({request.kind}, head width {request.width})"
     extra = f" with dropout {request.dropout:g}" if request.dropout else " that returns the log-sum-exp" if request.lse else ""
-    raise ConfigError(f"attention={wanted} cannot compute {what}{extra} on {machine.device} ({rules}). Set attention=auto.")
+    raise ConfigError(
+        f"attention={wanted} cannot compute {what}{extra} on {machine.device} ({_told(tuple(refused))}). Set attention=auto."
+    )
+
+
+def _told(refused: tuple[tuple[str, str], ...]) -> str:
+    """Neighbours with one reason together: "fa3, fa2: takes float16, bfloat16"."""
+    groups = groupby(refused, key=lambda each: each[1])
+    return "; ".join(f"{', '.join(name for name, _ in names)}: {why}" for why, names in groups)
 
 
 def _refusal(name: str, request: Request, machine: Machine) -> str | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import random
@@ -385,12 +386,37 @@ def test_a_read_that_fails_is_told_when_the_tensor_was_used(memory: FileMemory, 
     memory.done([tensor])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs CUDA")
-def test_host_memory_is_pinned_beside_cuda() -> None:
+class Cudart:
+    """What torch.cuda.cudart() offers, for memory that no card is beside."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the names are CUDA's)
+        assert flags == 1 and address not in self.pinned
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_host_memory_beside_cuda_is_pinned_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, checked = Cudart(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: card)
+    monkeypatch.setattr(torch.cuda, "check_error", checked.append)
     memory = HostMemory(torch.device("cuda"))
-    tensor = memory.zeros(MIB + 1, torch.float32, "a")
-    assert tensor.is_pinned() and not tensor.any() and tensor.device == CPU
-    assert torch.equal(tensor.fill_(2).to("cuda", non_blocking=True).cpu(), tensor)
+    tensor, empty = memory.zeros(MIB + 1, torch.float32, "a"), memory.zeros(0, torch.float32, "b")
+    assert card.pinned == {tensor.data_ptr(): 4 * (MIB + 1)} and checked == [0]
+    assert tensor.device == CPU and not tensor.any() and empty.numel() == 0 and memory.held_bytes == 4 * (MIB + 1)
+    kept = tensor.fill_(2)[5:]
+    del tensor
+    gc.collect()
+    assert card.pinned and (kept == 2).all()
+    del kept
+    gc.collect()
+    assert not card.pinned
 
 
 def test_residency_says_what_it_cannot_do() -> None:

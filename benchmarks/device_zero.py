@@ -35,6 +35,7 @@ from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.model.build import build_model
 from dist_train.ops.cross_entropy import cross_entropy_sum
 from dist_train.zero import Precision, ZeroEngine
+from dist_train.zero.residency import HostMemory
 
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 STAGES = (0, 1, 2, 3)
@@ -90,6 +91,8 @@ def _checks(figures: dict[str, Any], device: torch.device) -> dict[str, bool | N
             stage["seconds"] < stage["waiting_seconds"] if cuda else None
         )
         checks[f"{name}: the host waits for nothing in a step"] = not trace["host_waits"] if cuda else None
+    pinned = HostMemory(device).zeros(1 << 20, torch.float32, "a trial").is_pinned() if device.type == "cuda" else None
+    checks["memory on the host is pinned"] = pinned
     checks["losses of two ranks are those of one, at every stage"] = figures["parity"]["difference"] <= figures["parity"]["limit"]
     return checks
 

@@ -42,6 +42,7 @@ def _mask(q, k, causal):
 
 def run(q, k, v, bounds_q, bounds_k, longest_q, longest_k, causal, scale):
     pieces = _checked((q, k, v), bounds_q, bounds_k, longest_q, longest_k)
+    assert not causal or pieces or q.size(1) <= k.size(1)  # releases differ on rows that see no key
     if pieces is None:
         swapped = _swap(q, k, v)
         out, lse = math_forward(*swapped, _mask(*swapped[:2], causal), scale)
@@ -55,6 +56,7 @@ def run(q, k, v, bounds_q, bounds_k, longest_q, longest_k, causal, scale):
 
 def run_back(grad, q, k, v, out, lse, bounds_q, bounds_k, longest_q, longest_k, causal, scale):
     pieces = _checked((q, k, v, grad, out), bounds_q, bounds_k, longest_q, longest_k)
+    assert not causal or pieces or q.size(1) <= k.size(1)
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     if pieces is None:
         assert lse.shape == (q.size(0), q.size(2), q.size(1))

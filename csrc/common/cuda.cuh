@@ -48,7 +48,7 @@ template <int N, class T> __device__ __forceinline__ void load_floats(const void
 }
 
 // May rows of `columns` elements of `size` bytes be read in 16-byte packs, from each of these addresses? Null is passed over.
-template <class... P> bool packable(int64_t columns, int64_t size, P... pointers) {
+template <class... P> DT_HD bool packable(int64_t columns, int64_t size, P... pointers) {
   return columns * size % 16 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 

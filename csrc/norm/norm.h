@@ -45,7 +45,8 @@ DT_CPU_KERNEL(norm_sum_parts, const float*, void*, int64_t, int64_t, int64_t, in
 
 }  // namespace dt
 
-// CUDA launchers. Sizes as above; `blocks` is what dt_norm_blocks says, and the number of parts.
+// CUDA launchers. Sizes as above; `blocks` is what dt_norm_blocks says, and the number of parts (at
+// least one: without rows the gradients of the weights are zeros).
 extern "C" {
 int dt_norm_forward(const void* x, const void* residual, const void* weight, const void* bias, void* y, void* sum, float* mean,
                     float* rstd, int64_t rows, int64_t columns, double eps, int64_t dtype, int64_t weight_dtype, void* stream);

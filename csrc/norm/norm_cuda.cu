@@ -61,7 +61,7 @@ int dt_norm_forward(const void* x, const void* residual, const void* weight, con
 int64_t dt_norm_blocks(int64_t rows, int64_t columns, int64_t dtype) {
   const Shape s = backward_shape(columns, dtype);
   const int64_t resident = int64_t(multiprocessors()) * std::max(1, 2 * NORM_THREADS / (s.threads * s.rows));
-  return std::min(ceil_div(rows, s.rows), resident);
+  return std::clamp<int64_t>(ceil_div(rows, s.rows), 1, resident);
 }
 
 int dt_norm_backward(const void* dy, const void* dsum, const void* x, const void* weight, const float* mean, const float* rstd,
@@ -71,14 +71,12 @@ int dt_norm_backward(const void* dy, const void* dsum, const void* x, const void
   const NormBackward a{dy, dsum, x, weight, mean, rstd, dx, dweight_parts, dbias_parts, rows, int(columns), dtype, weight_dtype};
   const bool packed = packable(columns, size_of(dtype), dy, dsum, x, weight, dx);
   const Shape s = packed ? backward_shape(columns, dtype) : Shape{NORM_THREADS, 1, 0};
-  if (rows > 0) {
-    const size_t shared = s.rows > 1 && (dweight_parts || dbias_parts) ? sizeof(float) * s.rows * columns : 0;
-    const int error = with_kernel(dtype, packed, s.held, mean, [&](auto t, auto n, auto held, auto has_mean) {
-      return DT_LAUNCH((norm_backward_kernel<decltype(t), n(), held(), has_mean()>), dim3(unsigned(blocks)),
-                       dim3(s.threads, s.rows), shared, stream, a);
-    });
-    if (error) return error;
-  }
+  const size_t shared = s.rows > 1 && (dweight_parts || dbias_parts) ? sizeof(float) * s.rows * columns : 0;
+  const int error = with_kernel(dtype, packed, s.held, mean, [&](auto t, auto n, auto held, auto has_mean) {
+    return DT_LAUNCH((norm_backward_kernel<decltype(t), n(), held(), has_mean()>), dim3(unsigned(blocks)), dim3(s.threads, s.rows),
+                     shared, stream, a);
+  });
+  if (error) return error;
   if (!dweight_parts && !dbias_parts) return 0;
   const NormSumParts sums{{dweight_parts ? dweight_parts : dbias_parts, dbias_parts}, {dweight_parts ? dweight : dbias, dbias},
                           blocks, int(columns), weight_dtype};

@@ -24,6 +24,11 @@ STABLE_TORCH_LIBRARY(dist_train, m) {
   m.def("geglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)");
   m.def("gelu(Tensor x) -> Tensor");
   m.def("gelu_backward(Tensor dy, Tensor x) -> Tensor");
+  // cross_entropy
+  m.def("cross_entropy(Tensor logits, Tensor labels, float z_loss) -> (Tensor objective, Tensor entropy, Tensor lse)");
+  m.def("cross_entropy_terms(Tensor logits, Tensor labels, int first) -> (Tensor maximum, Tensor sum, Tensor target)");
+  m.def("cross_entropy_backward(Tensor upstream, Tensor logits, Tensor labels, Tensor lse, float z_loss, int first) -> Tensor");
+  m.def("cross_entropy_backward_(Tensor upstream, Tensor(a!) logits, Tensor labels, Tensor lse, float z_loss, int first) -> ()");
   // optim
   m.def("adam_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
         " Tensor(e!)[] copies, Tensor[] steps, Tensor grad_scale, Tensor found_inf, float lr, float beta1, float beta2, float eps,"
@@ -33,6 +38,18 @@ STABLE_TORCH_LIBRARY(dist_train, m) {
         " float[] weight_decays, int[] adapted) -> ()");
   m.def("sgd_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] momenta, Tensor(d!)[] copies,"
         " Tensor grad_scale, Tensor found_inf, float lr, float momentum, float[] weight_decays) -> ()");
+  m.def("adamw8bit_(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) exp_avg_scale,"
+        " Tensor(e!) exp_avg_sq_scale, Tensor(f!)? copy, Tensor step, Tensor grad_scale, Tensor found_inf, float lr, float beta1,"
+        " float beta2, float eps, float weight_decay) -> ()");
+  // reduce
+  m.def("sum_of_squares(Tensor[] tensors) -> Tensor");
+  m.def("accumulate_(Tensor(a!)[] sums, Tensor[] addends) -> ()");
+  // quantise
+  m.def("int8_encode(Tensor x, int block) -> Tensor");
+  m.def("int8_decode_(Tensor coded, Tensor(a!) out, int block, bool add) -> ()");
+  m.def("take_largest_(Tensor(a!) x, int count) -> Tensor");
+  // dropout
+  m.def("dropout_add(Tensor x, Tensor? residual, Tensor stream, float p) -> Tensor");
 }
 
 namespace dt {

@@ -114,7 +114,8 @@ def error_check(ours: Tensor, reference: Tensor, exact: Tensor, floor: float = 1
     """Asserts that `ours` is at most twice as far from `exact` (computed in fp64) as torch's own result in the same dtype.
 
     Distances are the largest over the tensor. Where torch happens to be exact, half a unit in the last place of the largest
-    value is allowed, which rounding takes in any case, or `floor` relative to that value if it is more. NaN and infinities must be where torch has them.
+    value is allowed, which rounding takes in any case, or `floor` relative to that value if it is more. NaN and infinities
+    must be where torch has them.
     """
     assert ours.shape == reference.shape == exact.shape and ours.dtype == reference.dtype
     if ours.numel() == 0:

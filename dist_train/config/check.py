@@ -45,9 +45,10 @@ _CHOICES = {
     "precision.compute": ("fp32", "bf16", "fp16"),
     "precision.grad": ("fp32", "bf16"),
     "precision.master": ("fp32", "bf16", "split"),
-    "optim.name": ("sgd", "momentum", "adam", "adamw", "adamw8bit", "muon"),
+    "optim.name": ("sgd", "momentum", "adam", "adamw", "adamw8bit", "lamb", "muon"),
     "lr.schedule": ("constant", "linear", "cosine", "wsd"),
     "remat": ("none", "selective", "full"),
+    "ops": ("fused", "reference"),
     "attention": ("auto", "flash", "sdpa", "math"),
     "mesh.pp": (1,),
     "mesh.cp": (1,),
@@ -63,7 +64,7 @@ _PEERS = {
 _DEEPSPEED = "0.19."  # the series whose insides our engine knows
 
 # Optimizers that cannot do with any part of a parameter, and what they need of it.
-_UNCUT = {"adamw8bit": "blocks of 256 elements", "muon": "matrices"}
+_UNCUT = {"adamw8bit": "blocks of 256 elements", "lamb": "parameters", "muon": "matrices"}
 
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},

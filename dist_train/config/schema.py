@@ -124,7 +124,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit (one-byte moments) | muon (AdamW where no hidden matrix)
+    name: str = "adamw"  # sgd | momentum | adam | adamw | adamw8bit (one-byte moments) | lamb | muon (and AdamW for vectors)
     lr: float = 3e-3  # peak learning rate: right for the small default model, larger ones want less
     beta1: float = 0.9
     beta2: float = 0.95
@@ -182,4 +182,5 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     run: RunConfig = field(default_factory=RunConfig)
     remat: str = "none"  # none | selective | full
+    ops: str = "fused"  # fused: the kernels of csrc/ where they are built | reference: plain torch, to compare
     attention: str = "auto"  # auto | flash | sdpa | math; dist-train doctor shows what runs

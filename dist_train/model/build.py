@@ -27,7 +27,7 @@ def empty_model(config: Config, device: str = "meta") -> Transformer:
     """The model with whatever its memory holds; on "meta" it takes none. Raises ConfigError."""
     _require_buildable(config.model, config.attention)
     with torch.device(device):
-        return Transformer(config.model, config.attention)
+        return Transformer(config.model, config.attention, config.ops == "fused")
 
 
 def _require_buildable(model: ModelConfig, attention: str) -> None:

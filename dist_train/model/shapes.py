@@ -102,5 +102,8 @@ def _on_input(record: Record, name: str, module: nn.Module, arguments: tuple[Any
             record(name, argument)
 
 
-def _on_output(record: Record, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-    record(name, output)
+def _on_output(record: Record, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    first, *others = output if isinstance(output, tuple) else (output,)
+    record(name, first)
+    for number, other in enumerate(others, 2):
+        record(f"{name} (output {number})", other)

@@ -35,14 +35,14 @@ class Context(NamedTuple):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig, attention: str = "auto") -> None:
+    def __init__(self, config: ModelConfig, attention: str = "auto", fused: bool = True) -> None:
         super().__init__()
         self.config, self.attention = config, attention
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden) if config.family == "gpt" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = make_norm(config)
+        self.blocks = nn.ModuleList(Block(config, attention, fused) for _ in range(config.layers))
+        self.norm = make_norm(config, fused)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.tie()
 
@@ -93,14 +93,15 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """One layer: the unit of recompute and of sharding."""
 
-    def __init__(self, config: ModelConfig, attention: str) -> None:
+    def __init__(self, config: ModelConfig, attention: str, fused: bool) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config)
+        self.attention_norm = make_norm(config, fused)
         self.attention = Attention(config, attention)
-        self.mlp_norm = make_norm(config)
-        self.mlp = make_mlp(config)
+        self.mlp_norm = make_norm(config, fused)
+        self.mlp = make_mlp(config, fused)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), context, cache))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        seen_BTD = self.dropout(self.attention(self.attention_norm(x_BTD), context, cache))
+        normed_BTD, x_BTD = self.mlp_norm(seen_BTD, x_BTD)
+        return x_BTD + self.dropout(self.mlp(normed_BTD))

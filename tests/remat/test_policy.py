@@ -72,7 +72,7 @@ def test_what_each_policy_computes_again():
     assert [calls[policy][attention] for policy in calls] == [2, 2, 4]
     # 7 products a block forward and 14 backward, 1 and 2 for the head; full runs a block again up to what backward needs last.
     assert [calls[policy]["mm"] for policy in calls] == [45, 45, 45 + 2 * 6]
-    assert [calls[policy]["silu"] for policy in calls] == [2, 4, 4]
+    assert [calls[policy]["swiglu"] for policy in calls] == [2, 4, 4]
 
 
 def saved_bytes(policy: str) -> int:
@@ -114,7 +114,7 @@ def test_names_stay_and_the_policy_can_be_changed_and_taken_off():
         assert all(torch.equal(a, b) for a, b in zip(expected, step(model)[1]))
     assert "forward" not in model.blocks[0].__dict__
     apply_remat(model, "full")
-    assert count(model)["silu"] == 4
+    assert count(model)["swiglu"] == 4
 
 
 def test_hooks_of_a_block_run_once_a_forward():

@@ -25,7 +25,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 ORDINARY = ["-O3", "-DNDEBUG", "-fno-math-errno", "-fno-trapping-math"]  # the last two: else sqrt is a call and loops stay scalar
-CXX_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", *ORDINARY]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"]  # gcc 12 suspects its own AVX-512 intrinsics
+CXX_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *WARNINGS, *ORDINARY]
 ISA_FLAGS = {
     "base": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

@@ -29,6 +29,10 @@ STABLE_TORCH_LIBRARY(dist_train, m) {
   m.def("cross_entropy_terms(Tensor logits, Tensor labels, int first) -> (Tensor maximum, Tensor sum, Tensor target)");
   m.def("cross_entropy_backward(Tensor upstream, Tensor logits, Tensor labels, Tensor lse, float z_loss, int first) -> Tensor");
   m.def("cross_entropy_backward_(Tensor upstream, Tensor(a!) logits, Tensor labels, Tensor lse, float z_loss, int first) -> ()");
+  // rotary
+  m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor");
+  m.def("rotary_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor q_out, Tensor k_out)");
+  m.def("rotary_(Tensor(a!) x, Tensor cos, Tensor sin, bool inverse) -> ()");
   // optim
   m.def("adam_(Tensor(a!)[] masters, Tensor(b!)[] remainders, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
         " Tensor(e!)[] copies, Tensor[] steps, Tensor grad_scale, Tensor found_inf, float lr, float beta1, float beta2, float eps,"

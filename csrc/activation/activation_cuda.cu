@@ -36,7 +36,8 @@ int dt_activation_forward(const void* x, const void* up, void* y, int64_t rows, 
                           int64_t up_stride, int64_t dtype, int64_t activation, void* stream) {
   if (rows == 0 || columns == 0) return 0;
   const ActivationForward a{x, up, y, rows, columns, x_stride, up_stride, dtype, activation};
-  return with_kernel(dtype, in_packs(a, size_of(dtype), x, up, y), activation, up != nullptr, [&](auto t, auto n, auto act, auto gated) {
+  const bool packed = in_packs(a, size_of(dtype), x, up, y);
+  return with_kernel(dtype, packed, activation, up != nullptr, [&](auto t, auto n, auto act, auto gated) {
     const int64_t tiles = tiles_of(columns, n());
     return DT_LAUNCH((activation_forward_kernel<decltype(t), n(), act(), gated()>), dim3(unsigned(rows * tiles)),
                      dim3(ACTIVATION_THREADS), 0, stream, a, tiles);

@@ -1,4 +1,5 @@
-// A block computes one tile of one row. ACTIVATION_PACKS packs of N elements per thread, all loaded before the first use, are in flight.
+// A block computes one tile of one row. ACTIVATION_PACKS packs of N elements per thread are in flight: all are loaded before
+// the first is used.
 #pragma once
 #include "../common/cuda.cuh"
 #include "activation.h"

@@ -15,7 +15,8 @@ struct Inputs {
 Inputs inputs(const Tensor& x_, const MaybeTensor& up_) {
   const int64_t n = x_.numel();
   if (n == 0) return {{x_, 0, 0, 0}, {x_, 0, 0, 0}, 0, 0, nullptr};
-  if (x_.is_contiguous() && (!up_ || up_->is_contiguous())) return {{x_, 1, n, n}, {up_ ? *up_ : x_, 1, n, n}, 1, n, pointer(up_)};
+  if (x_.is_contiguous() && (!up_ || up_->is_contiguous()))
+    return {{x_, 1, n, n}, {up_ ? *up_ : x_, 1, n, n}, 1, n, pointer(up_)};
   const Rows x = as_rows(x_), up = up_ ? as_rows(*up_) : x;
   return {x, up, x.rows, x.columns, up_ ? up.tensor.const_data_ptr() : nullptr};
 }

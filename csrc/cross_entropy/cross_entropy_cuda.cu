@@ -20,8 +20,8 @@ int dt_cross_entropy_terms(const void* logits, const int64_t* labels, float* max
   if (rows == 0) return 0;
   const CrossEntropyTerms a{logits, labels, maximum, sum, target, rows, columns, stride, first, dtype};
   return with_dtype(dtype, [&](auto t) {
-    return DT_LAUNCH((cross_entropy_terms_kernel<decltype(t)>), dim3(unsigned(rows)), dim3(threads_of(columns, PACK<decltype(t)>)),
-                     0, stream, a);
+    const dim3 threads(threads_of(columns, PACK<decltype(t)>));
+    return DT_LAUNCH((cross_entropy_terms_kernel<decltype(t)>), dim3(unsigned(rows)), threads, 0, stream, a);
   });
 }
 
@@ -35,15 +35,15 @@ int dt_cross_entropy_backward(const float* upstream, int64_t per_row, const void
                               void* dlogits, int64_t rows, int64_t columns, int64_t stride, int64_t out_stride, int64_t first,
                               int64_t dtype, double z_loss, void* stream) {
   if (rows == 0 || columns == 0) return 0;
-  const CrossEntropyBackward a{upstream, per_row != 0, logits, labels, lse, dlogits, rows, columns, stride, out_stride, first, dtype,
-                               float(z_loss)};
+  const CrossEntropyBackward a{upstream, per_row != 0, logits, labels, lse, dlogits, rows, columns, stride, out_stride, first,
+                               dtype, float(z_loss)};
   return with_dtype(dtype, [&](auto t) {
-    constexpr int N = PACK<decltype(t)>;
+    using T = decltype(t);
     const auto launch = [&](auto kernel, int pack) {
       return DT_LAUNCH((kernel), dim3(unsigned(rows)), dim3(threads_of(columns, pack)), 0, stream, a);
     };
     const int64_t size = sizeof(t), gap = reinterpret_cast<intptr_t>(dlogits) - reinterpret_cast<intptr_t>(logits);
     const bool alike = gap % 16 == 0 && (rows == 1 || (out_stride - stride) * size % 16 == 0);  // rows begin alike, in and out
-    return alike ? launch(&cross_entropy_backward_kernel<decltype(t), N>, N) : launch(&cross_entropy_backward_kernel<decltype(t), 1>, 1);
+    return alike ? launch(&cross_entropy_backward_kernel<T, PACK<T>>, PACK<T>) : launch(&cross_entropy_backward_kernel<T, 1>, 1);
   });
 }

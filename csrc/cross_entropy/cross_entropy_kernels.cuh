@@ -83,7 +83,8 @@ inline __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS) cross_entropy_fi
   *a.objective = a.z_loss != 0.f ? totals[0] + a.z_loss * totals[1] : totals[0];
 }
 
-template <class T, int N> __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS) cross_entropy_backward_kernel(CrossEntropyBackward a) {
+template <class T, int N>
+__global__ void __launch_bounds__(CROSS_ENTROPY_THREADS) cross_entropy_backward_kernel(CrossEntropyBackward a) {
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(a.logits) + row * a.stride;
   T* dx = static_cast<T*>(a.dlogits) + row * a.out_stride;

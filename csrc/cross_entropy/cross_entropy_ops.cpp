@@ -85,14 +85,14 @@ Three cross_entropy(const Tensor& logits_, const Tensor& labels_, double z_loss)
   return {objective, entropy, lse};
 }
 
-void backward(const Tensor& upstream_, const Rows& logits, const Tensor& labels_, const Tensor& lse_, double z_loss, int64_t first,
-              const Tensor& dlogits, int64_t out_stride, const char* op) {
+void backward(const Tensor& upstream_, const Rows& logits, const Tensor& labels_, const Tensor& lse_, double z_loss,
+              int64_t first, const Tensor& dlogits, int64_t out_stride, const char* op) {
   const DType dtype = dtype_of(logits.tensor, op, "logits");
   check_labels(labels_, logits, op);
   STD_TORCH_CHECK(lse_.numel() == logits.rows && lse_.scalar_type() == ScalarType::Float, op,
                   ": lse must have one float32 for each row of logits");
-  STD_TORCH_CHECK((upstream_.numel() == 1 || upstream_.numel() == logits.rows) && upstream_.scalar_type() == ScalarType::Float, op,
-                  ": upstream must have one float32, or one for each row of logits");
+  STD_TORCH_CHECK((upstream_.numel() == 1 || upstream_.numel() == logits.rows) && upstream_.scalar_type() == ScalarType::Float,
+                  op, ": upstream must have one float32, or one for each row of logits");
   if (logits.rows == 0) return;
   const Tensor upstream = dense(upstream_), labels = dense(labels_), lse = dense(lse_);
   const CrossEntropyBackward a{upstream.const_data_ptr<float>(), upstream.numel() > 1, logits.tensor.const_data_ptr(),
@@ -101,8 +101,8 @@ void backward(const Tensor& upstream_, const Rows& logits, const Tensor& labels_
 #ifdef DT_CUDA
   if (dlogits.is_cuda()) {
     const torch::stable::accelerator::DeviceGuard guard(dlogits.get_device_index());
-    check_launch(dt_cross_entropy_backward(a.upstream, a.per_row, a.logits, a.labels, a.lse, a.dlogits, a.rows, a.columns, a.stride,
-                                           out_stride, first, dtype, z_loss, current_stream(dlogits)), op);
+    check_launch(dt_cross_entropy_backward(a.upstream, a.per_row, a.logits, a.labels, a.lse, a.dlogits, a.rows, a.columns,
+                                           a.stride, out_stride, first, dtype, z_loss, current_stream(dlogits)), op);
     return;
   }
 #endif
@@ -110,8 +110,8 @@ void backward(const Tensor& upstream_, const Rows& logits, const Tensor& labels_
   parallel_for(0, a.rows, grain(a.columns), [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
-Tensor cross_entropy_backward(const Tensor& upstream, const Tensor& logits_, const Tensor& labels, const Tensor& lse, double z_loss,
-                              int64_t first) {
+Tensor cross_entropy_backward(const Tensor& upstream, const Tensor& logits_, const Tensor& labels, const Tensor& lse,
+                              double z_loss, int64_t first) {
   const Rows logits = as_rows(logits_);
   Tensor dlogits = torch::stable::new_empty(logits_, logits_.sizes());
   backward(upstream, logits, labels, lse, z_loss, first, dlogits, logits.columns, "cross_entropy_backward");

@@ -17,6 +17,7 @@ OPS = {  # fused, reference, inputs
     "geglu": (gelu.geglu, gelu.gated_reference, 2),
     "gelu": (gelu.gelu, gelu.reference, 1),
 }
+WRONG_TAIL = ("activation/activation_kernels.cuh", "i + N <= columns;", "i < columns;")
 
 needs_library = pytest.mark.skipif(not library.loaded, reason=library.missing)
 
@@ -49,12 +50,6 @@ def quick_check(kernels: Kernels) -> None:
             kernels.dt_activation_backward(dy, gate, up, dgate, dup, 1, size, size, size, dtype, activation)
             for mine, true in zip((y, dgate, dup), run(reference, [gate.double(), up.double()], dy), strict=True):
                 torch.testing.assert_close(mine.double(), true, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
-
-
-def test_kernels_run_in_every_order_of_warps():
-    kernels = Kernels(build(only="activation"))
-    for _ in kernels.orders():
-        quick_check(kernels)
 
 
 @needs_library

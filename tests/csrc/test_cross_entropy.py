@@ -12,6 +12,7 @@ from tests.csrc.harness import Kernels, build, error_check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (5, 3), (7, 53), (3, 1000), (4, 4097), (2, 20011)]
+WRONG_TAIL = ("cross_entropy/cross_entropy_kernels.cuh", "(columns - head) / N * N", "(columns - head + N - 1) / N * N")
 
 needs_library = pytest.mark.skipif(not library.loaded, reason=library.missing)
 
@@ -63,12 +64,6 @@ def quick_check(kernels: Kernels) -> None:
         exact = run(logits.double(), labels, 1e-2)
         for mine, true in zip(call_kernels(kernels, logits, labels, 1e-2, columns, False), exact, strict=True):
             torch.testing.assert_close(mine.double(), true, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
-
-
-def test_kernels_run_in_every_order_of_warps():
-    kernels = Kernels(build(only="cross_entropy"))
-    for _ in kernels.orders():
-        quick_check(kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

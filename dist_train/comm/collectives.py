@@ -241,4 +241,3 @@ def receiving(out: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 def _write(target: Tensor, value: Tensor) -> None:
     if target.data_ptr() != value.data_ptr() or target.stride() != value.stride():
         target.copy_(value.view(target.shape))
-

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dist_train.config.schema import ModelConfig
 from dist_train.ops.attention import Documents, attention
-from dist_train.ops.rotary import rotary
+from dist_train.ops.rotary import rotary_pair
 
 if TYPE_CHECKING:
     from dist_train.model.transformer import Context
@@ -32,8 +32,9 @@ class LayerCache:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, backend: str, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.head_width = config.hidden // config.heads
         self.q = nn.Linear(config.hidden, config.heads * self.head_width, config.bias)
         self.k = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
@@ -44,7 +45,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (self.split_heads(project(x_BTD)) for project in (self.q, self.k, self.v))
         if context.rotation is not None:
-            q_BTNH, k_BTKH = rotary(q_BTNH, *context.rotation), rotary(k_BTKH, *context.rotation)
+            q_BTNH, k_BTKH = rotary_pair(q_BTNH, k_BTKH, *context.rotation, self.fused)
 
         q_BNTH, k_BKSH, v_BKSH = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
         if cache is not None:

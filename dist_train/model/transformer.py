@@ -24,6 +24,8 @@ from dist_train.model.attention import Attention, LayerCache
 from dist_train.model.mlp import make_mlp
 from dist_train.model.norm import make_norm
 from dist_train.ops.attention import Documents, prepare_documents
+from dist_train.ops.cross_entropy import cross_entropy_sum
+from dist_train.ops.linear_cross_entropy import linear_cross_entropy_sum
 from dist_train.ops.rotary import rotary_table
 
 
@@ -43,7 +45,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention, fused) for _ in range(config.layers))
         self.norm = make_norm(config, fused)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head = Head(config, fused)
         self.tie()
 
     def tie(self) -> None:
@@ -57,12 +59,15 @@ class Transformer(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         caches: Sequence[LayerCache] | None = None,
-    ) -> Tensor:
-        """logits_BTV in the parameters' dtype.
+        labels_BT: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """logits_BTV in the parameters' dtype; with labels the objective and the cross entropy (`cross_entropy_sum`).
 
         `tokens_BT` int64. `positions_BT` int64 restarts at 0 with each document; None counts from 0 along the row.
         `documents_BT` (any integer dtype) numbers the documents of a row, and no token sees another document; None
         means one document a row. On the host they cost a CUDA device no wait. `caches`, one a block, hold what came before.
+        `labels_BT` int64, -100 where a token does not count; the logits of a loss never exist all at once.
         """
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None]
@@ -77,7 +82,7 @@ class Transformer(nn.Module):
         else:
             for block, cache in zip(self.blocks, caches, strict=True):
                 x_BTD = block(x_BTD, context, cache)
-        return self.head(self.norm(x_BTD))
+        return self.head(self.norm(x_BTD), labels_BT, z_loss)
 
     def context(self, positions_BT: Tensor, documents_BT: Tensor | None, x_BTD: Tensor) -> Context:
         """Rotation table and documents for blocks that get `x_BTD`."""
@@ -90,13 +95,30 @@ class Transformer(nn.Module):
         return Context(rotation, documents)
 
 
+class Head(nn.Linear):
+    """From the residual stream to logits, or to the loss."""
+
+    def __init__(self, config: ModelConfig, fused: bool) -> None:
+        super().__init__(config.hidden, config.vocab, bias=False)
+        self.fused = fused
+
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, labels_BT: Tensor | None = None, z_loss: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if labels_BT is None:
+            return super().forward(x_BTD)
+        if self.fused:
+            return linear_cross_entropy_sum(x_BTD, self.weight, labels_BT, z_loss)
+        return cross_entropy_sum(super().forward(x_BTD), labels_BT, z_loss, fused=False)
+
+
 class Block(nn.Module):
     """One layer: the unit of recompute and of sharding."""
 
     def __init__(self, config: ModelConfig, attention: str, fused: bool) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, fused)
-        self.attention = Attention(config, attention)
+        self.attention = Attention(config, attention, fused)
         self.mlp_norm = make_norm(config, fused)
         self.mlp = make_mlp(config, fused)
         self.dropout = nn.Dropout(config.dropout)

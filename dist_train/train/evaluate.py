@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from dist_train.model.generate import generate
-from dist_train.ops.cross_entropy import cross_entropy_sum
 from dist_train.train.build import Run
 
 
@@ -31,8 +30,8 @@ def evaluate(run: Run) -> Evaluation | None:
                 return None
             micro = micro.to(run.mesh.device)
             with torch.no_grad():
-                logits_BTV = run.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-                sums[0] += cross_entropy_sum(logits_BTV, micro.labels_BT)[1]
+                inputs = (micro.tokens_BT, micro.positions_BT, micro.documents_BT)
+                sums[0] += run.model(*inputs, labels_BT=micro.labels_BT)[1]
             sums[1] += micro.live_tokens
     finally:
         run.model.train()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dist_train.ops.cross_entropy import cross_entropy_sum
 from dist_train.optim.lr import learning_rate
 from dist_train.train.build import Run
 
@@ -43,8 +42,8 @@ def train_step(run: Run) -> StepFacts:
     live, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     for index, host in enumerate(micro_batches):
         micro = host.to(run.mesh.device)
-        logits_BTV = run.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        objective, entropy = cross_entropy_sum(logits_BTV, micro.labels_BT, config.train.z_loss)
+        inputs = (micro.tokens_BT, micro.positions_BT, micro.documents_BT)
+        objective, entropy = run.model(*inputs, labels_BT=micro.labels_BT, z_loss=config.train.z_loss)
         engine.backward(objective * scale, last=index == len(micro_batches) - 1)
         live += micro.live_tokens
         loss_sum += entropy

@@ -1,1 +1,1 @@
-"""Layer 2: what travels between ranks."""
+"""Layer 3: what travels between ranks."""

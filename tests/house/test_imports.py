@@ -16,8 +16,8 @@ PACKAGE = ROOT / "dist_train"
 LAYERS = [
     {"config"},
     {"mesh"},
-    {"comm"},
     {"ops", "params"},
+    {"comm"},
     {"model"},
     {"tensor", "context", "pipeline", "remat"},
     {"zero"},

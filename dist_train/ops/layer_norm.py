@@ -28,12 +28,12 @@ def layer_norm(x_BTD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: floa
 def add_layer_norm(
     x_BTD: Tensor, residual_BTD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, fused: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`(layer_norm(x + residual), x + residual)`: the sum is rounded to x's dtype before it is normalised."""
-    if fused and library.usable(x_BTD, residual_BTD, weight_D, bias_D):
+    """`(layer_norm(x + residual), x + residual)`: the sum is rounded to its dtype before it is normalised."""
+    if fused and x_BTD.dtype == residual_BTD.dtype and library.usable(x_BTD, residual_BTD, weight_D, bias_D):
         normed_BTD, sum_BTD, _, _ = torch.ops.dist_train.add_layer_norm(x_BTD, residual_BTD, weight_D, bias_D, eps)
         return normed_BTD, sum_BTD
     sum_BTD = x_BTD + residual_BTD
-    return reference(sum_BTD, weight_D, bias_D, eps), sum_BTD
+    return layer_norm(sum_BTD, weight_D, bias_D, eps, fused), sum_BTD
 
 
 def reference(x_BTD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:

@@ -25,12 +25,12 @@ def rms_norm(x_BTD: Tensor, weight_D: Tensor, eps: float, fused: bool = True) ->
 
 
 def add_rms_norm(x_BTD: Tensor, residual_BTD: Tensor, weight_D: Tensor, eps: float, fused: bool = True) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual), x + residual)`: the sum is rounded to x's dtype before it is normalised."""
-    if fused and library.usable(x_BTD, residual_BTD, weight_D):
+    """`(rms_norm(x + residual), x + residual)`: the sum is rounded to its dtype before it is normalised."""
+    if fused and x_BTD.dtype == residual_BTD.dtype and library.usable(x_BTD, residual_BTD, weight_D):
         normed_BTD, sum_BTD, _ = torch.ops.dist_train.add_rms_norm(x_BTD, residual_BTD, weight_D, eps)
         return normed_BTD, sum_BTD
     sum_BTD = x_BTD + residual_BTD
-    return reference(sum_BTD, weight_D, eps), sum_BTD
+    return rms_norm(sum_BTD, weight_D, eps, fused), sum_BTD
 
 
 def reference(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -334,3 +334,13 @@ def test_what_does_not_fit_is_refused():
         add_rms_norm(x, x[:1], weight, EPS)
     with pytest.raises(RuntimeError, match="use fused=False"):
         torch.ops.dist_train.rms_norm(x.double(), weight, EPS)
+
+
+def test_a_residual_of_another_dtype_makes_a_sum_of_the_wider_one() -> None:
+    """Under autocast what a layer gives is bf16 beside an fp32 residual stream."""
+    x, residual, weight, bias = (torch.randn(*shape) for shape in ((3, 53), (3, 53), (53,), (53,)))
+    for mine, other in ((x.bfloat16(), residual), (x, residual.bfloat16())):
+        for normed, added in (add_rms_norm(mine, other, weight, EPS), add_layer_norm(mine, other, weight, bias, EPS)):
+            assert normed.dtype == added.dtype == torch.float32 and torch.equal(added, mine + other)
+        assert torch.equal(add_rms_norm(mine, other, weight, EPS)[0], rms_norm(mine + other, weight, EPS))
+        assert torch.equal(add_layer_norm(mine, other, weight, bias, EPS)[0], layer_norm(mine + other, weight, bias, EPS))

@@ -14,24 +14,19 @@ from torch import Tensor
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import Group
+from dist_train.ops import reduce
 from dist_train.zero.protocol import StepReport
 
-_CHUNK = 1 << 15  # elements; the fp64 copy of one chunk stays in cache
 
-
-def sum_of_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(parts: Iterable[Tensor], device: torch.device, fused: bool = True) -> Tensor:
     """Σx² over flat tensors of any float dtype, each on `device` or the host, as an fp64 scalar on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    on_host = torch.zeros((), dtype=torch.float64)
-    scratch = torch.empty(_CHUNK, dtype=torch.float64)
+    by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
-        if part.device.type == "cpu":
-            for chunk in part.split(_CHUNK):
-                wide = scratch[: chunk.numel()].copy_(chunk)
-                on_host += torch.dot(wide, wide)
-        else:
-            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    return total + on_host.to(device)
+        by_device.setdefault(part.device, []).append(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for held in by_device.values():
+        total += reduce.sum_of_squares(held, fused).to(device)
+    return total
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

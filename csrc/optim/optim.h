@@ -42,7 +42,7 @@ struct OptimOptions {
 };
 // What the elements of one run share, made in double.
 struct OptimFactors {
-  float unscale, keep, decay, mix1, beta2, mix2;
+  float divisor, keep, decay, mix1, beta2, mix2;
   float rate, floor;  // rate · m / (sqrt(v) + floor) is lr · u, for LAMB u: both bias corrections and eps are in them
   float lr, momentum;
 };
@@ -51,7 +51,7 @@ DT_HD OptimFactors optim_factors(const OptimRun& run, const OptimOptions& o, flo
   const double count = run.step ? double(*run.step) : 1.0;
   const double correction = 1.0 - pow(o.beta1, count), root = sqrt(1.0 - pow(o.beta2, count));
   const bool decoupled = o.kind == ADAMW;
-  return {float(1.0 / grad_scale),
+  return {grad_scale,
           decoupled ? float(1.0 - o.lr * run.weight_decay) : 1.f,
           decoupled ? 0.f : float(run.weight_decay),
           float(1.0 - o.beta1),

@@ -78,7 +78,7 @@ template <class P, class G, class C, class F> DT_INLINE void in_vectors(const Op
 
 template <int64_t KIND, class S> DT_OUTLINE void update(const S s, int64_t n, const OptimFactors f) {
   for (int64_t i = 0; i < n; i += LANES) {
-    vf p = load_master(s.master + i, s.remainder + i), g = load(s.grad + i, Whole()) * f.unscale;
+    vf p = load_master(s.master + i, s.remainder + i), g = load(s.grad + i, Whole()) / f.divisor;
     if constexpr (KIND != ADAMW) g = g + f.decay * p;
     if constexpr (KIND == ADAM || KIND == ADAMW) {
       vf m = load(s.first + i, Whole()), v = load(s.second + i, Whole());
@@ -112,7 +112,7 @@ template <class S> DT_OUTLINE void moments(const S s, int64_t n, const OptimFact
   for (int64_t i = 0; i < n; i += LANES) {
     const vf p = load_master(s.master + i, s.remainder + i);
     vf m = load(s.first + i, Whole()), v = load(s.second + i, Whole());
-    optim_moments(m, v, load(s.grad + i, Whole()) * f.unscale, f);
+    optim_moments(m, v, load(s.grad + i, Whole()) / f.divisor, f);
     store(s.first + i, m, Whole());
     store(s.second + i, v, Whole());
     const vd wide_p = __builtin_convertvector(p, vd), wide_u = __builtin_convertvector(lamb_direction(p, m, v, f), vd);

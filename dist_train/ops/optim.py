@@ -7,8 +7,7 @@ csrc/optim for masters and moments in fp32 (or split masters) and gradients in f
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -203,9 +202,11 @@ def _step(runs: Sequence[Run], launch: Callable[[_Group], None], plain: Callable
                 run.copy.copy_(master)
 
 
-def _alike(runs: Iterable[Run], key: Callable[[Run], Any]) -> Iterator[tuple[Any, list[Run]]]:
-    for value, group in itertools.groupby(sorted(runs, key=key), key):
-        yield value, list(group)
+def _alike(runs: Iterable[Run], key: Callable[[Run], Any]) -> Iterable[tuple[Any, list[Run]]]:
+    found: dict[Any, list[Run]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run)
+    return found.items()
 
 
 def _fusible(run: Run) -> bool:

@@ -13,7 +13,8 @@ Codes are rounded at random, without bias. A moving average changes by 1 - beta 
 codes, so rounding to the nearest would hold it where it is, or let it only grow. The dice are a hash of the value's own bits and
 the count of updates, hence the same on any layout and after any resume.
 
-A block is never cut (`Cut(block=256)`), since all its elements share a scale.
+A block is never cut (`Cut(block=256)`), since all its elements share a scale. One kernel (csrc/optim) decodes,
+updates and encodes; the functions here are its reference.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dist_train.ops import library
 from dist_train.ops.optim import Run
 from dist_train.optim.flat import AdamW, FlatAdam
 from dist_train.zero.layout import Cut
@@ -92,10 +94,16 @@ class _AdamW8bit(FlatAdam):
         }
 
     def _launch(self, runs: Sequence[Run], lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        o = self._adam
         for run in runs:
-            self._launch_run(run, lr, grad_scale, found_inf)
+            if o.fused and library.usable(run.master, run.grad, run.copy):
+                options = (lr, o.beta1, o.beta2, o.eps, run.weight_decay)
+                tensors = (run.master, run.grad, *run.moments, run.copy, run.step)
+                torch.ops.dist_train.adamw8bit_(*tensors, grad_scale, found_inf, *options)
+            else:
+                self._launch_reference(run, lr, grad_scale, found_inf)
 
-    def _launch_run(self, run: Run, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def _launch_reference(self, run: Run, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         chunk, skip = _CHUNK["cuda" if run.master.is_cuda else "cpu"], found_inf > 0
         codes, scales = run.moments[:2], run.moments[2:]
         for start in range(0, run.master.numel(), chunk):
@@ -110,3 +118,7 @@ class _AdamW8bit(FlatAdam):
                     old.copy_(torch.where(skip, old, new))
         if run.copy is not None:
             run.copy.copy_(run.master)
+
+
+if library.loaded:
+    torch.library.register_fake("dist_train::adamw8bit_", lambda *_args: None)

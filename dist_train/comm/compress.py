@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dist_train.comm.collectives import Collectives, Handle, receiving
 from dist_train.mesh.mesh import Group
-
-_TINY = torch.finfo(torch.float32).tiny  # below it a quotient by 127 loses its digits
+from dist_train.ops.quantise import int8_decode_, int8_encode, take_largest_
+from dist_train.ops.reduce import accumulate_
 
 
 class Wire(Protocol):
@@ -108,8 +108,8 @@ class _Coded(_Stateless):
         """(R, n) floats → (R, m) of the wire's dtype."""
         raise NotImplementedError
 
-    def decode(self, coded: Tensor, out: Tensor) -> None:
-        """(R, m) of the wire's dtype → `out` (R, n) floats, contiguous."""
+    def decode(self, coded: Tensor, out: Tensor, add: bool = False) -> None:
+        """(R, m) of the wire's dtype → `out` (R, n) floats, contiguous; with `add` they are added to it."""
         raise NotImplementedError
 
     def bind(self, numel: int, device: torch.device) -> Wire:
@@ -146,11 +146,10 @@ class _Coded(_Stateless):
         return received, comm.all_to_all(received, coded, group)
 
     def _sum(self, received: Tensor, n: int) -> Tensor:
-        total, addend = received.new_empty(2, 1, n, dtype=torch.float32)
+        total = received.new_empty(1, n, dtype=torch.float32)
         self.decode(received[:1], total)
         for coded in received[1:].split(1):
-            self.decode(coded, addend)
-            total += addend
+            self.decode(coded, total, add=True)
         return total
 
 
@@ -161,11 +160,16 @@ class Bf16Wire(_Coded):
     A rounding moves a value by at most 2⁻⁸ of itself. An all-reduce rounds the sum once more.
     """
 
+    fused: bool = True
+
     def encode(self, rows: Tensor) -> Tensor:
         return rows.to(torch.bfloat16)
 
-    def decode(self, coded: Tensor, out: Tensor) -> None:
-        out.copy_(coded)
+    def decode(self, coded: Tensor, out: Tensor, add: bool = False) -> None:
+        if add:
+            accumulate_([out], [coded], self.fused)
+        else:
+            out.copy_(coded)
 
 
 @dataclass(frozen=True)
@@ -178,37 +182,17 @@ class Int8Blocks(_Coded):
     """
 
     block: int = 256
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ValueError(f"block={self.block}: a block has at least one element; set 256.")
 
     def encode(self, rows: Tensor) -> Tensor:
-        blocks = self._blocks(rows)
-        lengths = [x.shape[1] for x in blocks]
-        scales = rows.new_empty(len(rows), sum(lengths), dtype=torch.float32)
-        codes = rows.new_empty(rows.shape, dtype=torch.int8)
-        for x, code, scale in zip(blocks, self._blocks(codes), scales.split(lengths, 1)):
-            largest = torch.maximum(x.amax(2), -x.amin(2)).float()  # NaN passes through all three
-            step = (largest / 127).clamp(min=_TINY)
-            code.copy_((x / step[..., None]).round_())
-            scale.copy_(step * (largest != 0))
-        return torch.cat((scales.view(torch.int8), codes), 1)
+        return int8_encode(rows, self.block, self.fused)
 
-    def decode(self, coded: Tensor, out: Tensor) -> None:
-        blocks = self._blocks(out)
-        lengths = [x.shape[1] for x in blocks]
-        head = 4 * sum(lengths)
-        scales = coded.new_empty(len(coded), sum(lengths), dtype=torch.float32)
-        scales.view(torch.int8).copy_(coded[:, :head])  # a view the other way would need these bytes to be aligned
-        for x, code, scale in zip(blocks, self._blocks(coded[:, head:]), scales.split(lengths, 1)):
-            torch.mul(code, scale[..., None], out=x)
-
-    def _blocks(self, rows: Tensor) -> list[Tensor]:
-        """Views of (R, n): whole blocks (R, blocks, block), and (R, 1, n % block); only those that hold elements."""
-        whole = rows.shape[1] // self.block
-        at = whole * self.block
-        return [view for view in (rows[:, :at].unflatten(1, (whole, self.block)), rows[:, None, at:]) if view.numel()]
+    def decode(self, coded: Tensor, out: Tensor, add: bool = False) -> None:
+        int8_decode_(coded, out, self.block, add, self.fused)
 
 
 @dataclass(frozen=True)
@@ -224,18 +208,19 @@ class TopK:
     """
 
     fraction: float = 0.01
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction={self.fraction}: is the part of the gradient that is sent; set it above 0 and at most 1.")
 
     def bind(self, numel: int, device: torch.device) -> Wire:
-        return _SparseWire(self.fraction, numel, device)
+        return _SparseWire(self.fraction, numel, device, self.fused)
 
 
 class _SparseWire:
-    def __init__(self, fraction: float, numel: int, device: torch.device) -> None:
-        self._fraction = fraction
+    def __init__(self, fraction: float, numel: int, device: torch.device, fused: bool) -> None:
+        self._fraction, self._fused = fraction, fused
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._pending: Tensor | None = None  # the residual as the running step leaves it
 
@@ -275,10 +260,7 @@ class _SparseWire:
         """Take the largest of each slice from what is owed: (N, 2, k) int32, the bits of k fp32 values and their places."""
         owed = _slices(self._owe(x), group)
         count = min(owed.shape[1], max(1, round(self._fraction * owed.shape[1])))
-        places = owed.abs().topk(count, dim=1, sorted=False).indices  # NaN ranks above everything
-        values = owed.gather(1, places)
-        owed.scatter_(1, places, 0.0)  # and not owed - sent, which is NaN where that was not finite
-        return torch.stack((values.view(torch.int32), places.to(torch.int32)), 1)
+        return take_largest_(owed, count, self._fused)  # (not owed - sent, which is NaN where that was not finite)
 
     def _send_all(self, out: Tensor, x: Tensor) -> Handle:
         whole = self._owe(x)
@@ -299,6 +281,7 @@ class Int8Weights:
     """Weights travel as `Int8Blocks` (ZeRO++ qwZ, arXiv:2306.10209); their owner too sees what the others see."""
 
     block: int = 256
+    fused: bool = True
 
     def __post_init__(self) -> None:
         Int8Blocks(self.block)
@@ -306,7 +289,7 @@ class Int8Weights:
     def all_gather(self, comm: Collectives, out: Tensor, x: Tensor, group: Group) -> Handle:
         if group.size == 1:
             return comm.all_gather(out, x, group)
-        return Int8Blocks(self.block).gather(comm, out, x, group)
+        return Int8Blocks(self.block, self.fused).gather(comm, out, x, group)
 
 
 def _slices(x: Tensor, group: Group) -> Tensor:

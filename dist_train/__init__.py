@@ -17,6 +17,7 @@ _PUBLIC = {
     "SGD": "dist_train.optim",
     "Muon": "dist_train.optim",
     "AdamW8bit": "dist_train.optim",
+    "Lamb": "dist_train.optim",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -22,7 +22,7 @@ from dist_train.model.build import build_model, empty_model
 from dist_train.model.init import init_weight
 from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
-from dist_train.optim import SGD, Adam, AdamW, AdamW8bit, Muon
+from dist_train.optim import SGD, Adam, AdamW, AdamW8bit, Lamb, Muon
 from dist_train.remat.policy import apply_remat
 from dist_train.train.requests import Requests
 from dist_train.train.resume import Start, began_at, order, restore
@@ -179,6 +179,7 @@ def make_optimizer(config: Config) -> Optimizer:
         "adam": Adam(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
         "adamw": AdamW(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
         "adamw8bit": AdamW8bit(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
+        "lamb": Lamb(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
         "muon": Muon(o.lr, o.momentum, weight_decay=o.weight_decay, beta1=o.beta1, beta2=o.beta2, eps=o.eps),
     }
     return recipes[o.name]

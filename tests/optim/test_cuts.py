@@ -1,4 +1,5 @@
-"""Optimizers that decide where a shard may end, at every stage: whole matrices for Muon, whole blocks for moments of 8 bits."""
+"""Optimizers that decide where a shard may end, at every stage: whole parameters for Muon and LAMB, whole blocks for moments of 8
+bits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from dist_train import checkpoint
 from dist_train.optim.blocks import BLOCK, dequantize
 from tests.ranks import run_ranks
 
-RECIPES = {"muon": dt.Muon(0.02), "adamw8bit": dt.AdamW8bit(0.02)}
+RECIPES = {"muon": dt.Muon(0.02), "adamw8bit": dt.AdamW8bit(0.02), "lamb": dt.Lamb(0.02)}
 VOCAB, HIDDEN, INNER = 53, 12, 37
 pytestmark = pytest.mark.filterwarnings("ignore:no gradient in this backward")
 

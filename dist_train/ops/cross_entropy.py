@@ -159,8 +159,8 @@ if library.loaded:
 
     @torch.library.register_fake("dist_train::cross_entropy")
     def _(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-        scalars = (logits.new_empty((), dtype=torch.float32) for _ in range(2))
-        return *scalars, logits.new_empty(labels.numel(), dtype=torch.float32)
+        objective, entropy = (logits.new_empty((), dtype=torch.float32) for _ in range(2))
+        return objective, entropy, logits.new_empty(labels.numel(), dtype=torch.float32)
 
     @torch.library.register_fake("dist_train::cross_entropy_terms")
     def _(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:

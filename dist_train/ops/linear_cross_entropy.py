@@ -20,6 +20,8 @@ from torch import Tensor
 
 from dist_train.ops.cross_entropy import IGNORED, row_gradient, row_terms
 
+# Before 2.13 (seen on 2.11) torch's compiler drops what an autograd function's forward makes for its backward, without a word.
+_COMPILER_DROPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 _CPU_CHUNK = 128  # tokens: enough for the matrix products to be fast
 _DEVICE_CHUNK_ELEMENTS = 1 << 27
 
@@ -67,7 +69,10 @@ def linear_cross_entropy(
     if reduction == "none":
         objective_N, entropy_N = _PerToken.apply(hidden_ND, weight_VD, bias_V, labels_N, *options)
         return objective_N.view_as(labels_BT), entropy_N.view_as(labels_BT)
-    objective, entropy = _Sum.apply(hidden_ND, weight_VD, bias_V, labels_N, *options)
+    if _COMPILER_DROPS and torch.compiler.is_compiling():
+        objective, entropy = (loss_N.sum() for loss_N in _PerToken.apply(hidden_ND, weight_VD, bias_V, labels_N, *options))
+    else:
+        objective, entropy = _Sum.apply(hidden_ND, weight_VD, bias_V, labels_N, *options)
     if reduction == "sum":
         return objective, entropy
     live = (labels_N != IGNORED).sum()

@@ -114,16 +114,17 @@ def _native(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collec
         skip_unused=False,  # this model uses all its parameters
         residency=_residency(config),
         wire=_WIRES[config.shard.compress](config),
-        weight_wire=Int8Weights() if config.shard.compress_weights == "int8" else ExactWeights(),
+        weight_wire=Int8Weights(fused=_fused(config)) if config.shard.compress_weights == "int8" else ExactWeights(),
         init=lambda name, values: init_weight(name, values, config.model, config.train.seed),
+        fused=_fused(config),
     )
 
 
 _WIRES: dict[str, Callable[[Config], WireRecipe]] = {
     "none": lambda config: Exact(DTYPES[config.shard.reduce_dtype]),
-    "bf16": lambda config: Bf16Wire(),
-    "int8": lambda config: Int8Blocks(),
-    "topk": lambda config: TopK(config.shard.compress_fraction),
+    "bf16": lambda config: Bf16Wire(_fused(config)),
+    "int8": lambda config: Int8Blocks(fused=_fused(config)),
+    "topk": lambda config: TopK(config.shard.compress_fraction, _fused(config)),
 }
 
 
@@ -172,17 +173,23 @@ _ENGINES: dict[str, Callable[[Config, Transformer, ParallelMesh, Collectives], E
 
 def make_optimizer(config: Config) -> Optimizer:
     """The recipe that `optim=` names."""
-    o = config.optim
+    o, fused = config.optim, _fused(config)
     recipes: dict[str, Optimizer] = {
-        "sgd": SGD(o.lr, 0.0, o.weight_decay),
-        "momentum": SGD(o.lr, o.momentum, o.weight_decay),
-        "adam": Adam(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
-        "adamw": AdamW(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
-        "adamw8bit": AdamW8bit(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
-        "lamb": Lamb(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay),
-        "muon": Muon(o.lr, o.momentum, weight_decay=o.weight_decay, beta1=o.beta1, beta2=o.beta2, eps=o.eps),
-    }
+        "sgd": SGD(o.lr, 0.0, o.weight_decay, fused=fused),
+        "momentum": SGD(o.lr, o.momentum, o.weight_decay, fused=fused),
+        "adam": Adam(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, fused=fused),
+        "adamw": AdamW(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, fused=fused),
+        "adamw8bit": AdamW8bit(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, fused=fused),
+        "lamb": Lamb(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, fused=fused),
+        "muon": Muon(
+            o.lr, o.momentum, weight_decay=o.weight_decay, beta1=o.beta1, beta2=o.beta2, eps=o.eps, fused=fused
+        ),
+    }  # fmt: skip
     return recipes[o.name]
+
+
+def _fused(config: Config) -> bool:
+    return config.ops == "fused"
 
 
 def make_precision(config: Config) -> Precision:

@@ -62,6 +62,7 @@ class ZeroEngine:
         weight_wire: how parameters travel when they are gathered; default: as they are.
         init: fills a parameter, or a buffer, that the module holds on the meta device, given its name. Parameters are made
             bucket by bucket, so a model larger than one rank's memory can start at stage 3.
+        fused: the norm of the gradients by our kernel; off, by plain torch.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
     """
@@ -85,11 +86,12 @@ class ZeroEngine:
         wire: WireRecipe | None = None,
         weight_wire: WeightWire | None = None,
         init: Callable[[str, Tensor], None] | None = None,
+        fused: bool = True,
     ) -> None:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
         self.policy, self.precision = policy or ShardPolicy(), precision or Precision()
         self.clip_norm, self.overlap, self.loss_scale = clip_norm, overlap, 1.0
-        self._lr, self._last, self._next = optimizer.lr, True, 0
+        self._lr, self._last, self._next, self._fused = optimizer.lr, True, 0, fused
         self._in_backward = self._pending = self._warned = False
         self._ahead, self._skip_unused = publish_ahead and self.policy.optim and not self.policy.param, skip_unused
         if not any(param.requires_grad for param in module.parameters()):
@@ -242,7 +244,7 @@ class ZeroEngine:
         for bucket in self.buckets:
             bucket.finish()
         exposed = time.perf_counter() - started
-        squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device)
+        squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device, self._fused)
         idle = [name for bucket in self.buckets for name in bucket.idle]
         report, divisor = agree(
             self.comm,

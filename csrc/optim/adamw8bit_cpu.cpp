@@ -49,7 +49,7 @@ template <class G, class C> void update(const Adam8bit& a, const OptimFactors& f
   for (int i = 0; i < CODE_BLOCK; i += LANES) {
     const int64_t at = start + i;
     vf m = decode(a.first + at, first_scale), v = decode(a.second + at, second_scale), p = load(a.master + at, Whole());
-    optim_moments(m, v, load(static_cast<const G*>(a.grad) + at, Whole()) / f.divisor, f);
+    optim_moments(m, v, load(static_cast<const G*>(a.grad) + at, Whole()) * f.unscale, f);
     p = p * f.keep;
     p = p - f.rate * m / (sqrt(v) + f.floor);
     store(a.master + at, p, Whole());

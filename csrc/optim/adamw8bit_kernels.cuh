@@ -62,7 +62,7 @@ template <class G, class C> __global__ void __launch_bounds__(ADAM8_THREADS) ada
       for (int j = 0; j < 4; ++j) {
         m[k + j] = exact_product(decode_unit<SignedCode>(first.v[k + j]), first_scale);
         v[k + j] = exact_product(decode_unit<SquareCode>(second.v[k + j]), second_scale);
-        optim_moments(m[k + j], v[k + j], to_float(g.v[j]) / f.divisor, f);
+        optim_moments(m[k + j], v[k + j], to_float(g.v[j]) * f.unscale, f);
         p[k + j] = master.v[j] * f.keep;
         p[k + j] = p[k + j] - f.rate * m[k + j] / (sqrtf(v[k + j]) + f.floor);
         next.v[j] = p[k + j];

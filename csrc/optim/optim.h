@@ -1,7 +1,7 @@
 // Optimizers over flat runs of elements: Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101), SGD with or without momentum, LAMB
 // (arXiv:1904.00962). One call takes many runs, each with its own weight decay and count of updates.
 //
-//   g = gradient / grad_scale                              nothing at all is written where found_inf > 0
+//   g = gradient · (1 / grad_scale)                        nothing at all is written where found_inf > 0
 //   Adam:  g += decay · p;  AdamW: p -= lr · decay · p
 //   m += (1 - beta1) · (g - m),  v = beta2 · v + (1 - beta2) · g²
 //   u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
@@ -13,7 +13,7 @@
 // A master is float; or split into its upper 16 bits, rounded to the nearest bf16 with ties away from zero, and the int16 that
 // is left: bits = (upper << 16) + remainder. A copy of the new master in bf16 or f16 can be written in the same pass.
 //
-// Every element takes the same operations wherever it lies in a run: on the CPU a tail is padded to a whole vector.
+// Every element takes the same operations wherever it lies in a run: on the CPU a tail is padded to a whole burst of vectors.
 #pragma once
 #include <cmath>
 
@@ -42,7 +42,7 @@ struct OptimOptions {
 };
 // What the elements of one run share, made in double.
 struct OptimFactors {
-  float divisor, keep, decay, mix1, beta2, mix2;
+  float unscale, keep, decay, mix1, beta2, mix2;
   float rate, floor;  // rate · m / (sqrt(v) + floor) is lr · u, for LAMB u: both bias corrections and eps are in them
   float lr, momentum;
 };
@@ -51,7 +51,7 @@ DT_HD OptimFactors optim_factors(const OptimRun& run, const OptimOptions& o, flo
   const double count = run.step ? double(*run.step) : 1.0;
   const double correction = 1.0 - pow(o.beta1, count), root = sqrt(1.0 - pow(o.beta2, count));
   const bool decoupled = o.kind == ADAMW;
-  return {grad_scale,
+  return {float(1.0 / grad_scale),
           decoupled ? float(1.0 - o.lr * run.weight_decay) : 1.f,
           decoupled ? 0.f : float(run.weight_decay),
           float(1.0 - o.beta1),

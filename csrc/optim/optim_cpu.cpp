@@ -40,12 +40,16 @@ DT_INLINE void store_master(bf16* p, int16_t* remainder, vf v) {
 DT_INLINE void store_copy(None*, vf) {}
 template <class C> DT_INLINE void store_copy(C* p, vf v) { store(p, v, Whole()); }
 
-// Calls `body` with [begin, end) in whole vectors: once for those in place, and once for the tail, padded in buffers. One and
+// Vectors that a loop takes from one tensor before it turns to the next: reads of 256 bytes from each of four tensors in
+// turn run half as fast again as reads of 32.
+constexpr int BURST = 8, WIDTH = BURST * LANES;
+
+// Calls `body` with [begin, end) in whole bursts: once for those in place, and once for the tail, padded in buffers. One and
 // the same machine code does both, so an element's bits do not depend on where a run ends.
 template <class P, class G, class C, class F> DT_INLINE void in_vectors(const OptimRun& run, int64_t begin, int64_t end, F body) {
   using S = Streams<P, G, C>;
   using Upper = typename S::Upper;
-  const int64_t whole = (end - begin) / LANES * LANES;
+  const int64_t whole = (end - begin) / WIDTH * WIDTH;
   Upper* master = static_cast<Upper*>(run.master) + begin;
   const G* grad = static_cast<const G*>(run.grad) + begin;
   C* copy = static_cast<C*>(run.copy);
@@ -54,19 +58,19 @@ template <class P, class G, class C, class F> DT_INLINE void in_vectors(const Op
   if (whole) body(all, whole);
   const int rest = int(end - begin - whole);
   if (!rest) return;
-  Upper upper[LANES] = {};
-  int16_t remainder[LANES] = {};
-  G gradient[LANES] = {};
-  float first[LANES] = {}, second[LANES];
-  C copied[LANES];
-  for (int k = 0; k < LANES; ++k) second[k] = 1.f;  // keeps 0 / 0 out of LAMB's sums
+  Upper upper[WIDTH] = {};
+  int16_t remainder[WIDTH] = {};
+  G gradient[WIDTH] = {};
+  float first[WIDTH] = {}, second[WIDTH];
+  C copied[WIDTH];
+  for (int k = 0; k < WIDTH; ++k) second[k] = 1.f;  // keeps 0 / 0 out of LAMB's sums
   for (int k = 0; k < rest; ++k) {
     upper[k] = all.master[whole + k], gradient[k] = all.grad[whole + k];
     if (all.remainder) remainder[k] = all.remainder[whole + k];
     if (all.first) first[k] = all.first[whole + k];
     if (all.second) second[k] = all.second[whole + k];
   }
-  body(S{upper, remainder, gradient, first, second, copied}, LANES);
+  body(S{upper, remainder, gradient, first, second, copied}, WIDTH);
   for (int k = 0; k < rest; ++k) {
     all.master[whole + k] = upper[k];
     if (all.remainder) all.remainder[whole + k] = remainder[k];
@@ -76,26 +80,38 @@ template <class P, class G, class C, class F> DT_INLINE void in_vectors(const Op
   }
 }
 
+template <class F> DT_INLINE void burst(F f) {
+#pragma GCC unroll 8
+  for (int k = 0; k < BURST; ++k) f(k, k * LANES);
+}
+
 template <int64_t KIND, class S> DT_OUTLINE void update(const S s, int64_t n, const OptimFactors f) {
-  for (int64_t i = 0; i < n; i += LANES) {
-    vf p = load_master(s.master + i, s.remainder + i), g = load(s.grad + i, Whole()) / f.divisor;
-    if constexpr (KIND != ADAMW) g = g + f.decay * p;
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    vf p[BURST], g[BURST], m[BURST], v[BURST];
+    burst([&](int k, int at) DT_LAMBDA { g[k] = load(s.grad + i + at, Whole()) * f.unscale; });
+    if constexpr (KIND != ADAMW)
+      burst([&](int k, int at) DT_LAMBDA {
+        p[k] = load_master(s.master + i + at, s.remainder + i + at);
+        g[k] = g[k] + f.decay * p[k];
+      });
     if constexpr (KIND == ADAM || KIND == ADAMW) {
-      vf m = load(s.first + i, Whole()), v = load(s.second + i, Whole());
-      optim_moments(m, v, g, f);
-      if constexpr (KIND == ADAMW) p = p * f.keep;
-      p = p - f.rate * m / (sqrt(v) + f.floor);
-      store(s.first + i, m, Whole());
-      store(s.second + i, v, Whole());
+      burst([&](int k, int at) DT_LAMBDA {
+        m[k] = load(s.first + i + at, Whole()), m[k] = m[k] + f.mix1 * (g[k] - m[k]);
+      });
+      burst([&](int k, int at) DT_LAMBDA { store(s.first + i + at, m[k], Whole()); });
+      burst([&](int k, int at) DT_LAMBDA { v[k] = f.beta2 * load(s.second + i + at, Whole()) + f.mix2 * g[k] * g[k]; });
+      burst([&](int k, int at) DT_LAMBDA { store(s.second + i + at, v[k], Whole()); });
+      if constexpr (KIND == ADAMW)
+        burst([&](int k, int at) DT_LAMBDA { p[k] = load_master(s.master + i + at, s.remainder + i + at) * f.keep; });
+      burst([&](int k, int) DT_LAMBDA { p[k] = p[k] - f.rate * m[k] / (sqrt(v[k]) + f.floor); });
     } else if constexpr (KIND == MOMENTUM) {
-      const vf b = f.momentum * load(s.first + i, Whole()) + g;
-      store(s.first + i, b, Whole());
-      p = p - f.lr * b;
+      burst([&](int k, int at) DT_LAMBDA { m[k] = f.momentum * load(s.first + i + at, Whole()) + g[k]; });
+      burst([&](int k, int at) DT_LAMBDA { store(s.first + i + at, m[k], Whole()), p[k] = p[k] - f.lr * m[k]; });
     } else {
-      p = p - f.lr * g;
+      burst([&](int k, int) DT_LAMBDA { p[k] = p[k] - f.lr * g[k]; });
     }
-    store_master(s.master + i, s.remainder + i, p);
-    store_copy(s.copy + i, p);
+    burst([&](int k, int at) DT_LAMBDA { store_master(s.master + i + at, s.remainder + i + at, p[k]); });
+    burst([&](int k, int at) DT_LAMBDA { store_copy(s.copy + i + at, p[k]); });
   }
 }
 
@@ -112,7 +128,7 @@ template <class S> DT_OUTLINE void moments(const S s, int64_t n, const OptimFact
   for (int64_t i = 0; i < n; i += LANES) {
     const vf p = load_master(s.master + i, s.remainder + i);
     vf m = load(s.first + i, Whole()), v = load(s.second + i, Whole());
-    optim_moments(m, v, load(s.grad + i, Whole()) / f.divisor, f);
+    optim_moments(m, v, load(s.grad + i, Whole()) * f.unscale, f);
     store(s.first + i, m, Whole());
     store(s.second + i, v, Whole());
     const vd wide_p = __builtin_convertvector(p, vd), wide_u = __builtin_convertvector(lamb_direction(p, m, v, f), vd);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void optim_pack(const OptimBatch& b, const OptimRun& 
   Pack<float, N> next;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    float p = master_of<SPLIT>(to_float(upper.v[k]), remainder.v[k]), g = to_float(grad.v[k]) / f.divisor;
+    float p = master_of<SPLIT>(to_float(upper.v[k]), remainder.v[k]), g = to_float(grad.v[k]) * f.unscale;
     float &m = first.v[k], &v = second.v[k];
     if (PASS == WHOLE_STEP) {
       g = g + f.decay * p;

@@ -98,7 +98,7 @@ inline __global__ void __launch_bounds__(QUANTISE_THREADS) take_choose_kernel(Ta
   for (int thread = 0; thread < int(threadIdx.x); ++thread) left -= held[thread];
   if (left <= 0 || total < left) return;  // the last one to be taken is not among these bins
   int k = 0;
-  for (; mine[k] < left; ++k) left -= mine[k];
+  for (; k < EACH - 1 && mine[k] < left; ++k) left -= mine[k];
   a.choices[blockIdx.x] = {before.prefix | unsigned(top - k) << shift, before.mask | low << shift, left};
 }
 
@@ -155,7 +155,9 @@ inline __global__ void __launch_bounds__(QUANTISE_THREADS) take_write_kernel(Tak
       above += parts[turn][0][w], equal += parts[turn][1][w];
     }
     if (!is_above && !(is_equal && mine[1] < choice.left)) continue;
-    int* out = a.out + 2 * blockIdx.y * a.count + mine[0] + (mine[1] < choice.left ? mine[1] : choice.left);
+    const long long place = mine[0] + (mine[1] < choice.left ? mine[1] : choice.left);
+    if (place >= a.count) continue;  // never, unless the counts are wrong
+    int* out = a.out + 2 * blockIdx.y * a.count + place;
     out[0] = int(value);
     out[a.count] = int(i);
     *x = 0;

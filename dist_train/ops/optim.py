@@ -54,7 +54,20 @@ def adam_(
     def plain(masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, decay: float) -> None:
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         options: dict[str, Any] = {"amsgrad": False, "maximize": False, "grad_scale": grad_scale, "found_inf": found_inf}
-        kernel(masters, grads, *moments, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, **options)
+        kernel(
+            masters,
+            grads,
+            moments[0],
+            moments[1],
+            [],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=decay,
+            eps=eps,
+            **options,
+        )
 
     _step(runs, launch, plain, fused)
 
@@ -97,8 +110,8 @@ def lamb_(
 
     def plain_with(adapted: bool) -> Callable[..., None]:
         def plain(masters: Tensors, grads: Tensors, moments: list[Tensors], steps: Tensors, decay: float) -> None:
-            for run in zip(masters, grads, *moments, steps, strict=True):
-                _lamb_reference(*run, lr, beta1, beta2, eps, decay, adapted, grad_scale, found_inf)
+            for master, grad, m, v, count in zip(masters, grads, moments[0], moments[1], steps, strict=True):
+                _lamb_reference(master, grad, m, v, count, lr, beta1, beta2, eps, decay, adapted, grad_scale, found_inf)
 
         return plain
 

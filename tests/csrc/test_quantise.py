@@ -86,7 +86,8 @@ def quick_check(kernels: Kernels) -> None:
     int8_decode_(coded, expected, 256, fused=False)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     for count in (5, 700):
-        check_take(lambda rows, k: take_by(kernels, rows, k), tied(2, 20001), count)
+        for rows in (tied(2, 20001), draw(2, 20001)):
+            check_take(lambda rows, k: take_by(kernels, rows, k), rows, count)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

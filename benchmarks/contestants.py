@@ -89,8 +89,8 @@ class Contestant:
         """Takes two steps to count."""
         gc.collect()
         held, empty = meters.bytes_allocated(), self._empty_bytes
-        calls, peak = meters.calls_and_peak(self._whole_step)
-        collectives = meters.collectives(self._whole_step)
+        calls = meters.calls(self._whole_step)
+        collectives, peak = meters.collectives_and_peak(self._whole_step)
         if held is None or peak is None or empty is None:
             return Counts(calls, collectives, None, None)
         return Counts(calls, collectives, held - empty, peak - empty)

@@ -51,35 +51,41 @@ def bytes_allocated() -> int | None:
     return info.uordblks + info.hblkhd
 
 
-def calls_and_peak(function: Callable[[], Any]) -> tuple[int, int | None]:
-    """Python and C calls that `function` makes in this thread, and the most bytes that were allocated at any of them."""
-    calls = peak = 0
+def calls(function: Callable[[], Any]) -> int:
+    """Python and C calls that `function` makes in this thread."""
+    found = 0
 
     def count(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal calls, peak
-        calls += event in ("call", "c_call")
-        peak = max(peak, bytes_allocated() or 0)
+        nonlocal found
+        found += event in ("call", "c_call")
 
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return calls, peak or None
+    return found
 
 
-def collectives(function: Callable[[], Any]) -> dict[str, int]:
-    """Collectives that `function` starts, by name, whoever calls them."""
+def collectives_and_peak(function: Callable[[], Any]) -> tuple[dict[str, int], int | None]:
+    """Collectives that `function` starts, by name, whoever calls them; and the most bytes allocated after any torch operation.
+
+    (Not at every call: where engines make a million of them, asking malloc each time takes minutes.)
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counting(TorchDispatchMode):
+    class Watching(TorchDispatchMode):
+        peak = 0
+
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             space, _, name = operation._schema.name.partition("::")
             if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
                 found[name.strip("_")] += 1
-            return operation(*args, **(kwargs or {}))
+            result = operation(*args, **(kwargs or {}))
+            self.peak = max(self.peak, bytes_allocated() or 0)
+            return result
 
     found: Counter[str] = Counter()
-    with Counting():
+    with Watching() as watching:
         function()
-    return dict(found)
+    return dict(found), watching.peak or None

@@ -5,24 +5,36 @@
 namespace dt::DT_ISA {
 namespace {
 
-// 32 sums side by side, element i in sum i % 32, whatever the width of the processor's vectors.
-constexpr int SUMS = 32;
-typedef float f8 __attribute__((vector_size(32)));
-typedef double d8 __attribute__((vector_size(64)));
+// 32 sums side by side, element i in sum i % 32, whatever the width of the processor's vectors. They are of its own width:
+// of wider ones gcc makes memory.
+constexpr int SUMS = 32, WIDTH = LANES / 2;
+typedef float narrow __attribute__((vector_size(WIDTH * 4)));
+typedef double vd __attribute__((vector_size(WIDTH * 8)));
 
-template <class T> DT_INLINE void add_squares(const T* x, d8 (&sums)[4]) {
-  float values[SUMS];
-  for (int k = 0; k < SUMS; k += LANES) store(values + k, load(x + k, Whole()), Whole());
-  for (int k = 0; k < 4; ++k) {
-    f8 part;
-    __builtin_memcpy(&part, values + 8 * k, sizeof part);
-    const d8 wide = __builtin_convertvector(part, d8);
-    sums[k] += wide * wide;
+DT_INLINE vd widen(narrow v) {
+#if defined(__AVX512F__)
+  return (vd)_mm512_cvtps_pd((__m256)v);
+#elif defined(__AVX2__)
+  return (vd)_mm256_cvtps_pd((__m128)v);
+#else
+  return __builtin_convertvector(v, vd);
+#endif
+}
+
+template <class T> DT_INLINE void add_squares(const T* x, vd (&sums)[SUMS / WIDTH]) {
+#pragma GCC unroll 16
+  for (int k = 0; k < SUMS / WIDTH; k += 2) {
+    const vf values = load(x + k * WIDTH, Whole());
+    narrow halves[2];
+    __builtin_memcpy(halves, &values, sizeof values);
+    const vd low = widen(halves[0]), high = widen(halves[1]);
+    sums[k] += low * low;
+    sums[k + 1] += high * high;
   }
 }
 
 template <class T> double squares(const T* x, int64_t n) {
-  d8 sums[4] = {};
+  vd sums[SUMS / WIDTH] = {};
   int64_t i = 0;
   for (; i + SUMS <= n; i += SUMS) add_squares(x + i, sums);
   if (i < n) {
@@ -30,7 +42,9 @@ template <class T> double squares(const T* x, int64_t n) {
     for (int64_t k = i; k < n; ++k) rest[k - i] = x[k];
     add_squares(rest, sums);
   }
-  const d8 total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  double each[SUMS], total[8];
+  __builtin_memcpy(each, sums, sizeof each);
+  for (int k = 0; k < 8; ++k) total[k] = (each[k] + each[k + 8]) + (each[k + 16] + each[k + 24]);
   return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
 }
 

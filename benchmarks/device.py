@@ -1,6 +1,6 @@
 """What one accelerator can show: a section for each part of the system. JSON and traces go into a folder.
 
-    python benchmarks/device.py --section zero --out results [--device auto|cpu|cuda]
+    python benchmarks/device.py --section zero|ops --out results [--device auto|cpu|cuda]
 
 Without a CUDA card the same code runs on the CPU in a small size, and says which checks that leaves out. Exit code 1 when a check
 fails.
@@ -14,9 +14,11 @@ import os
 import sys
 from pathlib import Path
 
+import device_ops
 import device_zero
 
-SECTIONS = {"zero": device_zero.run}  # (device, folder) → figures, with the outcome of each check under "checks"
+# (device, folder) → figures, with the outcome of each check under "checks"
+SECTIONS = {"zero": device_zero.run, "ops": device_ops.run}
 
 
 def main() -> int:

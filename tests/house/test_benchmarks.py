@@ -158,3 +158,94 @@ def test_what_a_trace_of_a_card_says(tmp_path, monkeypatch):
     assert found["overlapped_seconds"] == pytest.approx(50e-6)
     assert found["exposed_seconds"] == pytest.approx(200e-6)
     assert found["host_waits"] == ["cudaStreamSynchronize"]
+
+
+def test_ops_are_timed_side_by_side(tmp_path):
+    figures = tmp_path / "figures.json"
+    small = ["--device", "cpu", "--rounds", "2", "--ops", "rms_norm,top_k", "--dtype", "bf16", "--json", str(figures)]
+    done = run("ops.py", *small)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(figures.read_text())
+    assert [each["op"] for each in result["ops"]] == ["rms_norm", "top_k"]
+    for each, others in zip(result["ops"], ({"ours", "eager", "copy"}, {"ours", "eager"})):
+        assert each["seconds"].keys() == others and not each["failures"]
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in each["seconds"].values())
+    rows, columns = result["ops"][0]["sizes"]
+    assert result["ops"][0]["traffic"] == 5 * 2 * rows * columns  # x, y, dy, x again and dx
+    assert "rms_norm" in done.stdout
+
+
+def test_ops_nobody_knows_are_refused():
+    done = run("ops.py", "--ops", "softmax", "--dtype", "int3")
+    assert done.returncode == 2
+    assert "--ops softmax: not among rms_norm" in done.stderr and "--dtype int3: not among fp32" in done.stderr
+
+
+def test_what_an_op_must_move_and_who_takes_part(monkeypatch):
+    """Bytes by hand for updates, and that whoever fails beside ours is told and left out."""
+    ops, cases = load("ops", monkeypatch), load("op_cases", monkeypatch)
+    import torch
+
+    cpu = torch.device("cpu")
+    moved = {"adamw": 28, "sgd": 20, "norm": 4, "accumulate": 12}
+    for name, bytes_ in moved.items():
+        assert ops.make(name, (1024,), cases.Maker(torch.float32, cpu)).traffic == bytes_ * 1024, name
+    assert ops.make("adamw", (1024,), cases.Maker(torch.bfloat16, cpu)).traffic == 28 * 1024  # a gradient and a copy of 2 bytes
+
+    def no_compiler(function):
+        def call(*_):
+            raise RuntimeError("no compiler")
+
+        return call
+
+    maker = cases.Maker(torch.float32, cpu, cases.Others(compile=no_compiler))
+    found = ops.compare("rms_norm", (8, 64), maker, 3)
+    assert found["failures"] == {"compile": "RuntimeError: no compiler"}
+    assert found["seconds"].keys() == {"ours", "eager", "copy"}
+
+
+def test_the_peak_of_linear_cross_entropy(monkeypatch):
+    import torch
+
+    sizes = (2048, 8, 8192)  # logits of 64 MiB
+    peaks = load("ops", monkeypatch).memory(torch.float32, torch.device("cpu"), sizes)
+    if None in peaks.values():
+        pytest.skip("the peak of a process cannot be set back here")
+    assert peaks["ours"] < 32 << 20 < 128 << 20 < peaks["eager"]
+
+
+def test_section_ops_runs_without_a_card(tmp_path):
+    done = run("device.py", "--section", "ops", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "ops.json").read_text())
+    names = {what.split(":")[0] for what in figures["checks"] if "fp64" in what}
+    assert names == {each["op"] for each in figures["ops"]} and len(names) >= 20
+    for name in names:
+        assert any(what.startswith(f"{name} bf16") and "unaligned" in what for what in figures["errors"])
+    assert isinstance(figures["attention"]["cpu_flash"], float) and isinstance(figures["attention"]["fa2"], str)
+    assert not figures["left_out"]
+    assert set(figures["targets"].values()) == {None}  # a CPU does not tell
+    assert "rms_norm bf16: not slower than compile" in figures["targets"]
+
+
+def test_section_ops_tells_a_wrong_kernel_and_a_missed_target(monkeypatch):
+    import torch
+
+    device_ops, cases = load("device_ops", monkeypatch), load("op_cases", monkeypatch)
+    case = device_ops.ops.make("swiglu", (7, 1000), cases.Maker(torch.float32, torch.device("cpu")))
+    assert device_ops.excess(case) <= 1
+    ours = case.calls["ours"]
+    case.calls["ours"] = lambda *tensors: tuple(x * (1 + 1e-5) for x in ours(*tensors))
+    assert device_ops.excess(case) > 1
+    case.calls["ours"] = lambda *tensors: tuple(x / 0 for x in ours(*tensors))
+    assert not device_ops.excess(case) <= 1
+    seconds = {"ours": [1.0, 1.0], "copy": [0.8, 0.8], "eager": [2.0, 2.0], "compile": [0.9, 0.9]}
+    timed = {"device": "cuda", "memory": {"bf16": {"ours": 1, "eager": 8}}}
+    timed["ops"] = [{"op": "swiglu", "dtype": "bf16", "sizes": [8, 4096], "traffic": 8, "seconds": seconds}]
+    assert device_ops.targets(timed) == {
+        "swiglu bf16: 90% of a copy's bandwidth": False,
+        "swiglu bf16: not slower than eager": True,
+        "swiglu bf16: not slower than compile": False,
+        "swiglu bf16: not slower than liger": None,
+        "linear_cross_entropy: peak of memory at most an eighth of eager's": True,
+    }

@@ -155,9 +155,10 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
-def join_master(upper: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 values that `split_master` split."""
-    return torch.add(remainder, upper.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+def join_master(upper: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
+    """The fp32 values that `split_master` split, written into `out` where it is given."""
+    bits = None if out is None else out.view(torch.int32)
+    return torch.add(remainder, upper.view(torch.int16).to(torch.int32) << 16, out=bits).view(torch.float32)
 
 
 class _Group(NamedTuple):

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.comm.compress import ExactWeights, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group
+from dist_train.ops.optim import join_master, split_master
 from dist_train.zero.layout import BucketLayout, owned_part, slot_parts
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import FlatSegment
@@ -320,8 +321,7 @@ class ParamBucket:
         """`master` holds its values. (It always does, but where masters are split and it has no memory between steps.)"""
         if self._remainder is not None and self.master.untyped_storage().nbytes() == 0:
             _allocate(self.master)
-            high = self.shard.to(self._remainder.device).view(torch.int16).to(torch.int32)
-            torch.add(self._remainder, high << 16, out=self.master.view(torch.int32))
+            join_master(self.shard.to(self._remainder.device), self._remainder, out=self.master)
 
     def close_master(self, stepped: bool = False) -> None:
         """`shard` takes the values of `master`, in its own dtype. `stepped`: the optimizer has written them where it can."""
@@ -329,12 +329,9 @@ class ParamBucket:
             if self.master is not self.shard and not (stepped and self._written):
                 self.shard.copy_(self.master)
         elif self.master.untyped_storage().nbytes():
-            # To the nearest 16 high bits; what they lack, up or down, fits in 16 more. (A tie goes away from zero, not to even,
-            # or the remainder of one that went down would not fit.)
-            bits = self.master.view(torch.int32)
-            high = (bits + 0x8000) >> 16
-            self._remainder.copy_(bits - (high << 16))
-            self.shard.copy_(high.to(torch.int16).view(torch.bfloat16))
+            upper, remainder = split_master(self.master)
+            self._remainder.copy_(remainder)
+            self.shard.copy_(upper)
             _free(self.master)
         if self.policy.param:
             self._store.done([self.shard])

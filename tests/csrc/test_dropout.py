@@ -17,15 +17,6 @@ WRONG_TAIL = ("dropout/dropout_kernels.cuh", "first + k < a.numel", "true")
 needs_library = pytest.mark.skipif(not library.loaded, reason=library.missing)
 
 
-@pytest.fixture(params=library.ISAS)
-def isa(request):
-    if library.loaded:
-        library.cpu_isa(request.param)
-    yield
-    if library.loaded:
-        library.cpu_isa()
-
-
 def draw(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -171,16 +171,6 @@ def eight_bits(size: int) -> list[Tensor]:
     return [made[0][0], made[1][0], made[0][1], made[1][1]]
 
 
-@pytest.fixture(params=library.ISAS)
-def isa(request):
-    """Each instruction set that this processor has; where it lacks one, the best that it has once more."""
-    if library.loaded:
-        library.cpu_isa(request.param)
-    yield
-    if library.loaded:
-        library.cpu_isa()
-
-
 @needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu(kind, isa):

@@ -18,15 +18,6 @@ WRONG_TAIL = ("quantise/quantise_kernels.cuh", "a.columns - start < a.block ? a.
 needs_library = pytest.mark.skipif(not library.loaded, reason=library.missing)
 
 
-@pytest.fixture(params=library.ISAS)
-def isa(request):
-    if library.loaded:
-        library.cpu_isa(request.param)
-    yield
-    if library.loaded:
-        library.cpu_isa()
-
-
 def draw(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).mul(5).to(dtype)
 

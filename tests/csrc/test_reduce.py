@@ -47,15 +47,6 @@ def quick_check(kernels: Kernels) -> None:
     assert torch.equal(total, expected)
 
 
-@pytest.fixture(params=library.ISAS)
-def isa(request):
-    if library.loaded:
-        library.cpu_isa(request.param)
-    yield request.param
-    if library.loaded:
-        library.cpu_isa()
-
-
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_library), False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squares_add_up_in_fp64(dtype, fused):

@@ -111,6 +111,15 @@ class Collectives:
         flat, back = _in_place(x)
         return Handle(dist.broadcast(flat, group.ranks[source], group=group.process_group, async_op=True), back)
 
+    def send(self, x: Tensor, group: Group, to: int) -> Handle:
+        """`x` (contiguous) to the group's rank `to`. It must stay as it is until the handle was waited for."""
+        self._record("send", group, x)
+        return Handle(_link(group).send([x], to, 0))
+
+    def receive(self, out: Tensor, group: Group, source: int) -> Handle:
+        """The next tensor that the group's rank `source` sends here, into `out` (contiguous, of its shape and dtype)."""
+        return Handle(_link(group).recv([out], source, 0))
+
     def meet(self, place: str, word: str, group: Group, patience: timedelta) -> list[str] | None:
         """Every rank's word at a place where nobody met before, in group order; None when some rank did not come in time.
 
@@ -153,6 +162,11 @@ class Collectives:
     def _record(self, op: str, group: Group, tensor: Tensor) -> None:
         if self.recorder is not None:
             self.recorder(op, group, tensor)
+
+
+def _link(group: Group) -> Any:
+    """Its sends and receives, without the checks that torch's functions make at every call."""
+    return group.process_group
 
 
 def _is_gloo(group: Group) -> bool:
@@ -203,7 +217,7 @@ class _Swap:
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> None:
         peers = [(group.index + step) % group.size for step in range(1, group.size)] if sent[0].numel() else []
-        link: Any = group.process_group
+        link = _link(group)
         self._works = [link.recv([received[peer]], peer, 0) for peer in peers]
         self._works += [link.send([sent[peer]], peer, 0) for peer in peers]
 

@@ -17,6 +17,7 @@ _SENT = {
     "all_gather": lambda size, ranks: size * (ranks - 1) / ranks,
     "all_to_all": lambda size, ranks: size * (ranks - 1) / ranks,
     "broadcast": lambda size, ranks: size * (ranks - 1) / ranks,
+    "send": lambda size, ranks: size,
 }
 
 

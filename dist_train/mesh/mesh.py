@@ -32,7 +32,11 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's view of the mesh. `data` joins dp and cp: the ranks that see different tokens of one step."""
+    """This rank's view of the mesh. `data` joins dp and cp: the ranks that see different tokens of one step.
+
+    `back` has the ranks of `pp` and a channel of its own: what goes to a rank with a lower index goes there, so that on one
+    channel messages between two ranks go one way. `ends`: the first and the last rank of `pp`, where this is one of them.
+    """
 
     shape: MeshShape
     rank: int
@@ -43,12 +47,19 @@ class ParallelMesh:
     cp: Group
     tp: Group
     data: Group
+    back: Group
+    ends: Group
     timeout: timedelta | None = None  # of every collective on every group
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes logs, metrics and manifests."""
         return self.rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank of those that work on the same tokens that has their loss, and counts them."""
+        return self.tp.index == 0 and self.pp.index == self.pp.size - 1
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelMesh:
@@ -93,7 +104,11 @@ class ParallelMesh:
 
         by_axis = {axis: group(axis, (axis,)) for axis in AXES}
         data = by_axis["dp"] if shape.cp == 1 else group("data", ("dp", "cp"))
-        return cls(shape, rank, device, world=group("world", AXES), data=data, timeout=timeout, **by_axis)
+        pipelines = shape.groups("pp")
+        back = _join_one("pp", pipelines, rank, timeout)
+        ends = _join_one("ends", [(line[0], line[-1]) for line in pipelines] if shape.pp > 1 else [], rank, timeout)
+        world = group("world", AXES)
+        return cls(shape, rank, device, world=world, data=data, back=back, ends=ends, timeout=timeout, **by_axis)
 
     def split_data(self, replicas: int) -> tuple[Group, Group]:
         """(shard group, replica group) of this rank: the data ranks as `replicas` runs of neighbours. Collective over the world.

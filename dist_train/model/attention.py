@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from dist_train.config.schema import ModelConfig
-from dist_train.ops.attention import Documents, attention
+from dist_train.model.fan_out import FanOut
+from dist_train.ops.attention import attention
 from dist_train.ops.rotary import rotary_pair
 
 if TYPE_CHECKING:
@@ -40,21 +41,26 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
         self.v = nn.Linear(config.hidden, config.kv_heads * self.head_width, config.bias)
         self.out = nn.Linear(config.heads * self.head_width, config.hidden, config.bias)
+        self.project = FanOut()
         self.core = AttentionCore(backend, config.dropout)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        q_BTNH, k_BTKH, v_BTKH = (self.split_heads(project(x_BTD)) for project in (self.q, self.k, self.v))
+        projected = self.project(x_BTD, self.q, self.k, self.v)
+        q_BTNH, k_BTKH, v_BTKH = (self.split_heads(x_BTD, context.shape) for x_BTD in projected)
         if context.rotation is not None:
             q_BTNH, k_BTKH = rotary_pair(q_BTNH, k_BTKH, *context.rotation, self.fused)
 
         q_BNTH, k_BKSH, v_BKSH = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
         if cache is not None:
             k_BKSH, v_BKSH = cache.append(k_BKSH, v_BKSH)
-        o_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, context.documents)
+        o_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, context)
         return self.out(o_BNTH.transpose(1, 2).flatten(2))
 
-    def split_heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.head_width))
+    def split_heads(self, x_BTD: Tensor, shape: tuple[int, int]) -> Tensor:
+        rows, tokens = shape
+        if x_BTD.dim() == 2:  # tokens in a line, perhaps with padding behind them
+            x_BTD = x_BTD[: rows * tokens]
+        return x_BTD.view(rows, tokens, -1, self.head_width)
 
 
 class AttentionCore(nn.Module):
@@ -64,5 +70,5 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.backend, self.dropout = backend, dropout
 
-    def forward(self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents | None) -> Tensor:
-        return attention(q_BNTH, k_BKSH, v_BKSH, documents, self.dropout if self.training else 0.0, self.backend)
+    def forward(self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: Context) -> Tensor:
+        return attention(q_BNTH, k_BKSH, v_BKSH, context.documents, self.dropout if self.training else 0.0, self.backend)

@@ -7,7 +7,7 @@ full, its older half is dropped and the newer half is read again from position 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,17 +29,19 @@ def generate(
     *,
     vocab: int | None = None,
     cached: bool = True,
+    forward: Callable[..., Tensor] | None = None,
 ) -> list[int]:
     """At most `count` new tokens after the prompt `tokens`; stops before `eos`. An empty prompt starts from `eos`.
 
     `temperature` 0 takes the likeliest token and needs no seed; above, tokens are drawn from the smallest set that holds
     `top_p` of the probability (arXiv:1904.09751), by a generator of its own seeded with `seed`. `vocab` keeps ids below it
     when the tokenizer has fewer than the model has rows. `cached=False` runs the whole window for each token: slow, equal.
-    Raises ConfigError for a value out of range.
+    `forward` runs the model where it lies on several ranks, and is called as the model would be. Raises ConfigError for a value
+    out of range.
     """
     tokens = _checked_prompt(model, tokens, count, temperature, top_p, eos)
     generator = torch.Generator().manual_seed(seed)
-    window = _Window(model, tokens, count, cached)
+    window = _Window(model, forward or model, tokens, count, cached)
     result: list[int] = []
     with torch.no_grad(), _evaluating(model):
         while len(result) < count:
@@ -64,8 +66,9 @@ def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
 class _Window:
     """The tokens a model sees, and the caches of those it has already read."""
 
-    def __init__(self, model: Transformer, tokens: list[int], count: int, cached: bool) -> None:
-        self.model, self.cached = model, cached
+    def __init__(self, model: Transformer, forward: Callable[..., Tensor], tokens: list[int], count: int, cached: bool) -> None:
+        self.model, self.forward, self.cached = model, forward, cached
+        self.device = next(model.parameters()).device
         self.limit = model.config.max_positions
         self.capacity = min(self.limit, len(tokens) + count)
         self.tokens = tokens[-self.limit :]
@@ -80,13 +83,12 @@ class _Window:
 
     def logits(self) -> Tensor:
         """logits_V after the last token, fp32 on the CPU."""
-        weight = self.model.embed.weight
         start = self.read if self.cached else 0
-        tokens_1T = torch.tensor([self.tokens[start:]], device=weight.device)
-        positions_1T = torch.arange(start, len(self.tokens), device=weight.device)[None]
+        tokens_1T = torch.tensor([self.tokens[start:]], device=self.device)
+        positions_1T = torch.arange(start, len(self.tokens), device=self.device)[None]
         if self.cached and not self.caches:
-            self.caches = [LayerCache(self.capacity) for _ in self.model.blocks]
-        logits_1TV = self.model(tokens_1T, positions_1T, caches=self.caches if self.cached else None)
+            self.caches = [LayerCache(self.capacity) for _ in range(self.model.config.layers)]
+        logits_1TV = self.forward(tokens_1T, positions_1T, caches=self.caches if self.cached else None)
         self.read = len(self.tokens)
         return logits_1TV[0, -1].float().cpu()
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_train.config.schema import ModelConfig
+from dist_train.model.fan_out import FanOut
 from dist_train.ops.gelu import gelu
 from dist_train.ops.swiglu import swiglu
 
@@ -30,9 +31,11 @@ class GatedMLP(nn.Module):
         self.gate = nn.Linear(config.hidden, config.ffn, config.bias)
         self.up = nn.Linear(config.hidden, config.ffn, config.bias)
         self.down = nn.Linear(config.ffn, config.hidden, config.bias)
+        self.project = FanOut()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD), self.fused))
+        gate_BTF, up_BTF = self.project(x_BTD, self.gate, self.up)
+        return self.down(swiglu(gate_BTF, up_BTF, self.fused))
 
 
 class MLP(nn.Module):
@@ -43,7 +46,9 @@ class MLP(nn.Module):
         self.fused = fused
         self.up = nn.Linear(config.hidden, config.ffn, config.bias)
         self.down = nn.Linear(config.ffn, config.hidden, config.bias)
+        self.project = FanOut()
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x_BTD), self.fused))
+        (up_BTF,) = self.project(x_BTD, self.up)
+        return self.down(self.activation(up_BTF, self.fused))

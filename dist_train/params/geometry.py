@@ -47,6 +47,38 @@ class Piece:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
+@dataclass(frozen=True)
+class ParamGeometry:
+    """Which part of which logical parameter a rank holds, and what its gradient lacks before data ranks are added up.
+
+    The box `offset .. offset + parameter.shape` of the parameter `name`, whose global shape is `shape`. `copies`: the axes along
+    which other ranks hold the same box ("tp"; "ends": the first and the last stage of a pipeline, where they tie a weight).
+    `partial`: those of them along which each copy sees only a part of what the parameter was used for, so that its gradient is
+    the sum over the copies. A copy along any other axis computes the whole gradient by itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    copies: tuple[str, ...] = ("tp",)
+    partial: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not set(self.partial) <= set(self.copies):
+            raise ValueError(f"{self.name}: its gradient is partial over {self.partial}, but copies are over {self.copies} only.")
+
+    def shift(self, piece: Piece, name: str) -> Piece:
+        """A piece of the parameter held here, in its own coordinates, as the piece `name` of the logical tensor."""
+        offset = tuple(mine + there for mine, there in zip(self.offset, piece.offset, strict=True))
+        return Piece(name, piece.tensor, self.shape, offset)
+
+
+def geometry_of(name: str, param: Tensor) -> ParamGeometry:
+    """The geometry of a parameter that its module calls `name`; without one it is whole, and the same on all "tp" ranks."""
+    found: ParamGeometry | None = getattr(param, "geometry", None)
+    return found or ParamGeometry(name, tuple(param.shape), (0,) * param.dim())
+
+
 class FlatBox(NamedTuple):
     """A box of a flat range; its elements are `flat[at : at + box.size]` of the range, in row-major order."""
 

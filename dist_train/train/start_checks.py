@@ -30,4 +30,3 @@ def prove_isolation(model: nn.Module, row_T: Tensor, vocab: int) -> None:
     if not torch.equal(before, after):
         moved = (before - after).abs().max().item()
         raise IsolationError(f"packed documents see each other: changing one moved the next one's logits by {moved:.3g}.")
-

@@ -121,9 +121,7 @@ def test_section_zero_runs_without_a_card(tmp_path):
     assert figures["checks"]["stage3: the host waits for nothing in a step"] is None
     assert "not on this device  stage3: the host waits for nothing in a step" in done.stdout
     assert set(figures["stages"]) == {"stage0", "stage1", "stage2", "stage3"}
-    bytes_of = {
-        name: {op: each["bytes"] for op, each in stage["traffic"].items()} for name, stage in figures["stages"].items()
-    }
+    bytes_of = {name: {op: each["bytes"] for op, each in stage["traffic"].items()} for name, stage in figures["stages"].items()}
     # Seven eighths of the model, twice by an all-reduce; once by each of the others, and gathered twice at stage 3.
     whole = bytes_of["stage0"]["all_reduce/dp"]
     assert whole == pytest.approx(2 * 4 * figures["parameters"] * 7 / 8, rel=0.05)

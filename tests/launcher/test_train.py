@@ -234,7 +234,6 @@ def test_a_command_that_cannot_go_on_with_a_run_changes_nothing_of_it(tmp_path: 
     code, text = run(tmp_path, "train", *base, seconds=100)
     assert code == 0, text
 
-
     def files() -> dict[Path, bytes]:  # the lock names whoever tried last
         return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"}
 

@@ -144,7 +144,7 @@ def test_F45_a_model_cast_to_bf16_keeps_fp32_angles_and_no_buffer_to_spoil():
     model.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
     assert list(model.buffers()) == []
     assert model(token_rows()).dtype == torch.bfloat16
-    context = model.context(torch.tensor([[255, 256, 257]]), None, model.embed.weight)
+    context = model.context(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[255, 256, 257]]), None, model.embed.weight.dtype)
     assert {table.dtype for table in context.rotation} == {torch.float32}
     near, far = (model(torch.tensor([[7, 8]]), torch.tensor([[0, gap]])) for gap in (256, 257))
     assert not torch.equal(near, far)

@@ -213,7 +213,7 @@ def _poisoned(mesh, comm, culprit, value):
         engine.backward(loss)
         report = engine.step()
         skipped.append(float(report.skipped))
-        snapshots.append((weights(model), {float(p.tensor) for p in engine.pieces() if p.name.endswith('/step')}))
+        snapshots.append((weights(model), {float(p.tensor) for p in engine.pieces() if p.name.endswith("/step")}))
     return skipped, snapshots
 
 

@@ -300,4 +300,3 @@ def test_F05_any_module_trains_the_same_at_every_stage(stage):
     for name, value in expected.items():
         if "running" not in name and "batches" not in name:  # statistics are of each rank's own batch
             assert torch.equal(found[name], value), name
-

@@ -99,13 +99,13 @@ def attention_rows(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
     """Case, dtypes, backend and reason on this machine."""
     import torch
 
-    from dist_train.ops.attention import cpu
     from dist_train.ops.attention.select import Request, choose
+    from dist_train.ops.native import is_native
 
     for name, kind, dropout, lse in CASES:
         for dtypes, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
             choice = choose(Request(dtype, HEAD_WIDTH, kind, dropout, lse), machine)
-            wide = choice.backend == "cpu_flash" and not cpu.is_native(dtype)
+            wide = choice.backend == "cpu_flash" and not is_native(dtype)
             yield name, dtypes, choice.backend + (" in fp32" if wide else ""), choice.reason
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_train.ops.cross_entropy import IGNORED, row_gradient, row_terms
+from dist_train.ops.native import is_native
 
 # Before 2.13 (seen on 2.11) torch's compiler drops what an autograd function's forward makes for its backward, without a word.
 _COMPILER_DROPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -37,8 +38,10 @@ def linear_cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum(hidden @ weight.T + bias, labels, z_loss)`: (objective, cross entropy), sums over live tokens in fp32.
 
-    Products are in the dtype of hidden, or in autocast's where that is on; weight and bias are cast to it. `chunk` is the
-    number of tokens whose logits exist at a time (0: chosen from the shapes). The gradient cannot be differentiated again.
+    Products are of numbers in the dtype of hidden, or in autocast's where that is on; weight and bias are cast to it. A CPU
+    that does not multiply that dtype itself gets the same numbers in fp32, so there the logits are not rounded to 16 bits.
+    `chunk` is the number of tokens whose logits exist at a time (0: chosen from the shapes). The gradient cannot be
+    differentiated again.
     """
     return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, z_loss, bias_V, "sum", fused, chunk)
 
@@ -86,15 +89,22 @@ def _chunk(hidden_ND: Tensor, weight_VD: Tensor) -> int:
 
 
 class _Head:
-    """The layer in the dtype of its products, and the sums of its gradients."""
+    """The layer in the dtype of its products, and the sums of its gradients.
+
+    `given`: the dtype to which hidden, weight and bias are rounded; `dtype`: in which they are multiplied; `wide`: of sums.
+    """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
         device = hidden_ND.device.type
         autocast = torch.is_autocast_enabled(device) and hidden_ND.dtype != torch.float64
-        self.dtype = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
-        self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.hidden_ND, self.weight_VD = hidden_ND.to(self.dtype), weight_VD.to(self.dtype)
-        self.bias_V = None if bias_V is None else bias_V.to(self.dtype)
+        self.given = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
+        self.wide = torch.promote_types(self.given, torch.float32)
+        self.dtype = self.given if device != "cpu" or is_native(self.given) else self.wide
+        self.hidden_ND, self.weight_VD = self._cast(hidden_ND), self._cast(weight_VD)
+        self.bias_V = None if bias_V is None else self._cast(bias_V)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.given).to(self.dtype)
 
     def chunks(self, tokens: int) -> Iterator[tuple[slice, Tensor]]:
         """(tokens, logits_CV): all chunks have the same memory, and whoever takes one may write over it."""
@@ -206,7 +216,7 @@ class _PerToken(torch.autograd.Function):
             for rows, logits_CV in head.chunks(chunk):
                 objective_N[rows], entropy_N[rows], lse_N[rows] = _losses(logits_CV, labels_N[rows], z_loss, fused)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N)
-        ctx.options, ctx.dtype = (z_loss, fused, chunk), head.dtype
+        ctx.options, ctx.dtype = (z_loss, fused, chunk), head.given
         ctx.mark_non_differentiable(entropy_N)
         return objective_N, entropy_N
 

@@ -155,6 +155,40 @@ def test_autocast_computes_in_its_dtype_and_returns_each_gradient_in_its_own(fus
         torch.testing.assert_close(mine, true.float(), rtol=1e-2, atol=1e-2)
 
 
+class Products(TorchDispatchMode):
+    """The dtypes in which matrices are multiplied inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.dtypes.add(args[-1].dtype)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cpu_multiplies_in_a_dtype_that_it_has(monkeypatch, dtype, reduction, fused):
+    hidden, weight, bias, labels = draw(tokens=(40,), dtype=dtype)
+    upstream = torch.linspace(-1, 2, 40) if reduction == "none" else torch.tensor(-1.7)
+
+    def function(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, labels, 1e-2, b, reduction, fused, 7)[0]
+
+    exact = run(function, [each.double() for each in (hidden, weight, bias)], upstream)
+    for native in (True, False):
+        monkeypatch.setattr("dist_train.ops.native.MULTIPLIES_BF16", native)
+        with Products() as products:
+            got = run(function, [hidden, weight, bias], upstream)
+        assert products.dtypes == {dtype if native and dtype == torch.bfloat16 else torch.float32}
+        assert [each.dtype for each in got[1:]] == [dtype] * 3
+        for mine, true in zip(got, exact, strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=2e-2, atol=5e-2)
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that tensors made inside held at any time."""
 

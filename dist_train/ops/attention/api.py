@@ -14,6 +14,7 @@ from dist_train.ops.attention.documents import Documents, causal_mask
 from dist_train.ops.attention.op import flash_attention, flash_attention_backward
 from dist_train.ops.attention.reference import math_attention, math_backward, math_forward, repeat_heads
 from dist_train.ops.attention.select import backend_for
+from dist_train.ops.native import is_native
 
 
 def attention(
@@ -48,7 +49,7 @@ def attention(
             return F.scaled_dot_product_attention(q_BNTH, k_BKSH, v_BKSH, is_causal=kind == "causal", enable_gqa=grouped)
     if chosen == "cpu_flash" and kind in ("tail", "mask"):
         return cpu.forward(q_BNTH, k_BKSH, v_BKSH, False, scale, _visible(mask, kind, q_BNTH, keys))[0]
-    if chosen == "cpu_flash" and kind != "packed" and cpu.is_native(q_BNTH.dtype):
+    if chosen == "cpu_flash" and kind != "packed" and is_native(q_BNTH.dtype):
         return _sdpa(q_BNTH, k_BKSH, v_BKSH, None, kind, 0.0)  # the shortest way to this kernel
     documents, longest = _packed(mask, chosen, q_BNTH.device)
     return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, kind != "full", scale, dropout, chosen)[0]

@@ -10,7 +10,6 @@ neighbours too short to be worth a call share a piece with a small mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_train.ops.attention.reference import repeat_heads
+from dist_train.ops.native import is_native
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,17 +30,6 @@ class Piece(NamedTuple):
     rows: slice
     tokens: slice
     runs_t: Tensor | None  # document of each token, where the piece holds several
-
-
-@lru_cache(maxsize=1)
-def _computes_in_16_bits() -> bool:
-    """Whether this CPU multiplies bf16 itself; others emulate it at a fifth of their fp32 speed."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def is_native(dtype: torch.dtype) -> bool:
-    """Whether the kernel is best called in this dtype, rather than in fp32 between two casts."""
-    return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and _computes_in_16_bits())
 
 
 def cut(numbers_BT: Tensor) -> Iterator[Piece]:

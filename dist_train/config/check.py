@@ -190,6 +190,9 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.heads % model.kv_heads:
         near = math.gcd(model.heads, model.kv_heads)
         yield Problem("model.kv_heads", model.kv_heads, f"divides model.heads={model.heads}", f"set model.kv_heads={near}")
+    if config.attention == "flash" and config.launch.device == "cpu" and model.dropout > 0:
+        rule = f"has no dropout on launch.device=cpu, and model.dropout={model.dropout:g}"
+        yield Problem("attention", "flash", rule, "set attention=auto, or model.dropout=0")
     if model.family == "llama" and model.activation != "silu":
         yield Problem("model.activation", model.activation, "the llama family gates with silu", "set model.activation=silu")
     if model.family == "gpt" and model.activation == "silu":

@@ -78,6 +78,15 @@ def test_moments_of_eight_bits_go_with_fp32_masters():
     assert text.startswith("precision.master=bf16: optim=adamw8bit updates fp32")
 
 
+def test_flash_attention_with_dropout_is_refused_on_a_cpu_before_ranks_start():
+    given = ("attention=flash", "model.dropout=0.1", "launch.device=cpu")
+    assert problems(*given) == [
+        "attention=flash: has no dropout on launch.device=cpu, and model.dropout=0.1; set attention=auto, or model.dropout=0."
+    ]
+    for change in ("attention=auto", "model.dropout=0", "launch.device=cuda"):
+        assert problems(*given, change) == []
+
+
 def test_F39_ranks_and_degrees_must_agree():
     assert any("multiply to 2 ranks but there are 3" in text for text in problems("mesh.dp=2", ranks=3))
     assert problems("mesh.dp=-1", ranks=4) == problems("mesh.dp=-1", ranks=2) == problems("mesh.dp=-1") == []

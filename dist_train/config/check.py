@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dist_train.config.compose import ConfigError
+from dist_train.config.layouts import CHUNKS, layout_problems
+from dist_train.config.problem import Problem
 from dist_train.config.schema import Config, PrecisionConfig, ShardConfig
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One refused value: what it is, the rule it breaks, and what to set instead."""
-
-    key: str
-    value: object
-    rule: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.rule}; {self.remedy}."
-
 
 _CHOICES = {
     "model.family": ("llama", "gpt"),
@@ -50,9 +38,8 @@ _CHOICES = {
     "remat": ("none", "selective", "full"),
     "ops": ("fused", "reference"),
     "attention": ("auto", "flash", "sdpa", "math"),
-    "mesh.pp": (1,),
-    "mesh.cp": (1,),
-    "mesh.tp": (1,),
+    "pipeline": tuple(CHUNKS),
+    "context": ("ring", "ulysses"),
 }
 
 # Other people's engines: the ZeRO stages that they have, and the keys of `shard` that they read beside it.
@@ -70,6 +57,7 @@ _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
     **dict.fromkeys(("train.steps", "train.global_batch", "train.micro_batch", "launch.nodes"), 1),
     "shard.replicas": 1,
+    **{f"mesh.{key}": 1 for key in ("pp", "cp", "tp", "chunks")},
     **dict.fromkeys(("data.synthetic_documents", "precision.loss_scale_growth_steps", "precision.loss_scale_hysteresis"), 1),
     **dict.fromkeys(("model.vocab", "train.seq_len", "data.synthetic_min_tokens"), 2),
     **{f"train.{key}": 0 for key in ("clip_norm", "z_loss", "eval_every", "eval_batch", "gc_every", "seed")},
@@ -106,7 +94,7 @@ def world_size(config: Config, devices: int) -> int:
     `mesh.dp=-1` takes what there is: all ranks of all nodes over the other degrees; one on CPU.
     """
     mesh, launch = config.mesh, config.launch
-    rest = mesh.pp * mesh.cp * mesh.tp
+    rest = max(1, mesh.pp * mesh.cp * mesh.tp)  # (`check` refuses what is below 1)
     if mesh.dp > 0:
         return mesh.dp * rest
     per_node = launch.ranks_per_node or (devices if launch.device != "cpu" else 0)
@@ -122,6 +110,8 @@ def check(config: Config, world_size: int) -> list[Problem]:
         problems += _model(config)
     if not wrong & {"train", "mesh", "shard", "launch"}:
         problems += [*_batch(config, world_size), *_ranks(config, world_size), *_shard(config), *_engine(config, world_size)]
+    if not wrong & {"model", "mesh", "shard", "optim", "pipeline", "context"}:
+        problems += layout_problems(config)
     if not wrong & {"optim", "shard", "precision"}:
         problems += _optimizer(config)
     return problems

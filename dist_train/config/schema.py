@@ -19,8 +19,8 @@ class ModelConfig:
     family: str = "llama"  # llama: RMSNorm, rotary positions, SwiGLU | gpt: LayerNorm, learned positions, GELU or ReLU
     layers: int = 6
     hidden: int = 320
-    heads: int = 5
-    kv_heads: int = 5  # fewer than heads: grouped-query attention
+    heads: int = 4
+    kv_heads: int = 4  # fewer than heads: grouped-query attention
     ffn: int = 864  # inner width of the feed-forward block
     vocab: int = 4096  # rows of the embedding; the tokenizer may use fewer
     max_positions: int = 2048  # rows of the learned position table (gpt); the longest context trained for (llama)
@@ -79,6 +79,9 @@ class MeshConfig:
     dp: int = -1  # data-parallel ranks; -1: as many as there are devices, one on CPU
     cp: int = 1  # context-parallel ranks
     tp: int = 1  # tensor-parallel ranks
+    chunks: int = 1  # parts of the model on each pipeline rank: pipeline=interleaved, gpipe (any), zero_bubble_v (2)
+    stage_layers: list[int] = field(default_factory=list)  # blocks of each pipeline stage; empty: balanced
+    sequence: bool = True  # tp: also split tokens between matrix products (sequence parallelism, arXiv:2205.05198)
 
 
 @dataclass(frozen=True)
@@ -182,5 +185,7 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     run: RunConfig = field(default_factory=RunConfig)
     remat: str = "none"  # none | selective | full
+    pipeline: str = "1f1b"  # gpipe | 1f1b | interleaved | zero_bubble | zero_bubble_v: the order of work with mesh.pp > 1
+    context: str = "ring"  # ring | ulysses: how attention reaches tokens of other ranks with mesh.cp > 1
     ops: str = "fused"  # fused: the kernels of csrc/ where they are built | reference: plain torch, to compare
     attention: str = "auto"  # auto | flash | sdpa | math; dist-train doctor shows what runs

@@ -61,6 +61,11 @@ class ParallelMesh:
         """True on the one rank of those that work on the same tokens that has their loss, and counts them."""
         return self.tp.index == 0 and self.pp.index == self.pp.size - 1
 
+    @property
+    def stream(self) -> int:
+        """The rank by which random streams are seeded: equal over tp, where what is not split must be drawn alike."""
+        return self.tp.ranks[0]
+
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelMesh:
         """One rank, without torch.distributed."""

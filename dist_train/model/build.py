@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dist_train.config.compose import ConfigError
 from dist_train.config.schema import Config, ModelConfig
 from dist_train.model.init import RULES, init_weights
 from dist_train.model.mlp import ACTIVATIONS
-from dist_train.model.transformer import Transformer
+from dist_train.model.transformer import Cut, Transformer
 from dist_train.ops.attention import WANTED
 
 
@@ -23,11 +25,11 @@ def build_model(config: Config, seed: int | None = None) -> Transformer:
     return model
 
 
-def empty_model(config: Config, device: str = "meta") -> Transformer:
-    """The model with whatever its memory holds; on "meta" it takes none. Raises ConfigError."""
+def empty_model(config: Config, device: str = "meta", cuts: Sequence[Cut] | None = None) -> Transformer:
+    """The model, or parts of it, with whatever its memory holds; on "meta" it takes none. Raises ConfigError."""
     _require_buildable(config.model, config.attention)
     with torch.device(device):
-        return Transformer(config.model, config.attention, config.ops == "fused")
+        return Transformer(config.model, config.attention, config.ops == "fused", cuts)
 
 
 def _require_buildable(model: ModelConfig, attention: str) -> None:

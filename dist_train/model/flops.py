@@ -28,6 +28,11 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return float(6 * products + 12 * model.layers * model.hidden * seq_len)
 
 
+def head_in_blocks(model: ModelConfig) -> float:
+    """What the head computes, in blocks, by the weights of their matrix products."""
+    return model.hidden * model.vocab / _layer_matrices(model)[0]
+
+
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
     """(weights, biases) of the linear layers of one block."""
     hidden, ffn = model.hidden, model.ffn

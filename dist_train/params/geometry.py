@@ -67,6 +67,10 @@ class ParamGeometry:
         if not set(self.partial) <= set(self.copies):
             raise ValueError(f"{self.name}: its gradient is partial over {self.partial}, but copies are over {self.copies} only.")
 
+    def box(self, held: Tensor) -> tuple[slice, ...]:
+        """Where `held`, a tensor of the shape that is held here, lies in the whole one."""
+        return tuple(slice(start, start + extent) for start, extent in zip(self.offset, held.shape, strict=True))
+
     def shift(self, piece: Piece, name: str) -> Piece:
         """A piece of the parameter held here, in its own coordinates, as the piece `name` of the logical tensor."""
         offset = tuple(mine + there for mine, there in zip(self.offset, piece.offset, strict=True))
@@ -77,6 +81,11 @@ def geometry_of(name: str, param: Tensor) -> ParamGeometry:
     """The geometry of a parameter that its module calls `name`; without one it is whole, and the same on all "tp" ranks."""
     found: ParamGeometry | None = getattr(param, "geometry", None)
     return found or ParamGeometry(name, tuple(param.shape), (0,) * param.dim())
+
+
+def set_geometry(param: Tensor, geometry: ParamGeometry) -> None:
+    """Put the one attribute on a parameter that this package puts there."""
+    param.geometry = geometry  # type: ignore[attr-defined]
 
 
 class FlatBox(NamedTuple):

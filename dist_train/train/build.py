@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ from dist_train.comm.compress import Bf16Wire, Exact, ExactWeights, Int8Blocks, 
 from dist_train.comm.trace import TrafficCounter
 from dist_train.config.check import skipped_steps
 from dist_train.config.schema import Config
+from dist_train.context.apply import apply_context
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.model.build import build_model, empty_model
+from dist_train.model.flops import head_in_blocks
 from dist_train.model.init import init_weight
 from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
 from dist_train.optim import SGD, Adam, AdamW, AdamW8bit, Lamb, Muon
+from dist_train.pipeline.executor import Executor
+from dist_train.pipeline.schedule import Schedule
+from dist_train.pipeline.stage import cuts_of, part_of, stage_layers, tie_ends
 from dist_train.remat.policy import apply_remat
 from dist_train.train.requests import Requests
 from dist_train.train.resume import Start, began_at, order, restore
@@ -46,6 +52,7 @@ class Run:
     evaluation: data.EvalBatches
     model: Transformer
     engine: Engine
+    executor: Executor
     start: Start | None  # the checkpoint that this process went on from
     state: TrainState
     requests: Requests
@@ -72,24 +79,45 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
     if mesh.is_main:
         corpus.tokenizer.save(run_dir / "tokenizer.json")
         (run_dir / "tokenizer.json").chmod(0o600)  # a vocabulary can tell what the text was about
-    batches = data.TrainBatches(corpus, config.train, config.data.shuffle, mesh.data.size, mesh.data.index)
+    batches = data.TrainBatches(corpus, config.train, config.data.shuffle, mesh.dp.size, mesh.dp.index)
     eval_batch = config.train.eval_batch or config.train.micro_batch
-    evaluation = data.EvalBatches(corpus, config.train.seq_len, eval_batch, mesh.data.size, mesh.data.index)
+    evaluation = data.EvalBatches(corpus, config.train.seq_len, eval_batch, mesh.dp.size, mesh.dp.index)
 
-    native = config.shard.engine == "native"  # ours fills parameters bucket by bucket, so the whole model is never there
-    model = empty_model(config) if native else build_model(config).to(mesh.device)
-    apply_remat(model, config.remat)
+    model, executor_of = build_parallel_model(config, mesh, comm)
     engine = _ENGINES[config.shard.engine](config, model, mesh, comm)
-    rng.reseed(config.train.seed, 0, mesh.rank, mesh.device)
+    executor = executor_of(engine)
+    rng.reseed(config.train.seed, 0, mesh.stream, mesh.device)
     start, state = restore(config, run_dir / "checkpoints", engine, mesh, comm, layout_of(config, mesh))
     observer = Observer(config, run_dir, mesh.is_main, state.step)
     if start is not None:
         observer.note(f"going on from {start.path} at step {state.step}")
     skipped = skipped_steps(config.train.skip_steps)
     return Run(
-        config, run_dir, mesh, comm, traffic, corpus, batches, evaluation, model, engine, start, state,
+        config, run_dir, mesh, comm, traffic, corpus, batches, evaluation, model, engine, executor, start, state,
         requests, observer, skipped,
     )  # fmt: skip
+
+
+def build_parallel_model(config: Config, mesh: ParallelMesh, comm: Collectives) -> tuple[Transformer, Callable[[Any], Executor]]:
+    """What this rank holds of the model, still without values for our engine, and how it will be run by an engine over it."""
+    schedule = partial(_schedule, config, mesh)
+    once = schedule(1, True)
+    layers = config.mesh.stage_layers or stage_layers(config.model.layers, once.stages, head_in_blocks(config.model))
+    cuts = cuts_of(mesh.pp.index, once, layers)
+    native = config.shard.engine == "native"  # ours fills parameters bucket by bucket, so the whole model is never there
+    model = empty_model(config, cuts=cuts) if native else build_model(config).to(mesh.device)
+    apply_context(model, mesh.cp, config.context, comm)
+    tie_ends(model)
+    apply_remat(model, config.remat)
+
+    def stream(rows: int, tokens: int) -> tuple[int, ...]:
+        return rows, tokens, config.model.hidden
+
+    return model, lambda engine: Executor(model, engine, mesh, comm, schedule, stream, DTYPES[config.precision.compute])
+
+
+def _schedule(config: Config, mesh: ParallelMesh, microbatches: int, training: bool) -> Schedule:
+    return Schedule(config.pipeline, mesh.pp.size, microbatches, config.mesh.chunks, training)
 
 
 def layout_of(config: Config, mesh: ParallelMesh) -> dict[str, int]:
@@ -117,6 +145,7 @@ def _native(config: Config, model: Transformer, mesh: ParallelMesh, comm: Collec
         weight_wire=Int8Weights(fused=_fused(config)) if config.shard.compress_weights == "int8" else ExactWeights(),
         init=lambda name, values: init_weight(name, values, config.model, config.train.seed),
         fused=_fused(config),
+        part_of=partial(part_of, model),
     )
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from dist_train.context.split import split_micro_batch
+from dist_train.data.batch import MicroBatch
 from dist_train.model.generate import generate
 from dist_train.train.build import Run
 
@@ -23,29 +28,37 @@ def evaluate(run: Run) -> Evaluation | None:
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)  # Σ cross entropy, live tokens
     run.model.eval()
     try:
-        for micro in run.evaluation:
+        mine = (split_micro_batch(rows, run.mesh.cp) for rows in run.evaluation)
+        for micro_batches in _groups(mine, run.mesh.pp.size):
             stop = torch.tensor(float(run.requests.poll().stop), device=run.mesh.device)
             run.comm.all_reduce(stop, run.mesh.world, op="max").wait()
             if stop > 0:
                 return None
-            micro = micro.to(run.mesh.device)
-            with torch.no_grad():
-                inputs = (micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-                sums[0] += run.model(*inputs, labels_BT=micro.labels_BT)[1]
-            sums[1] += micro.live_tokens
+            sums[0] += run.executor.evaluate([micro.to(run.mesh.device) for micro in micro_batches])
+            sums[1] += sum(micro.live_tokens for micro in micro_batches)
     finally:
         run.model.train()
-    run.comm.all_reduce(sums, run.mesh.data).wait()
+    if not run.mesh.speaks:
+        sums.zero_()
+    run.comm.all_reduce(sums, run.mesh.world).wait()
     total, tokens = sums.tolist()
     loss = total / tokens if tokens else float("nan")
     return Evaluation(loss, loss / math.log(2) / run.corpus.bytes_per_token, int(tokens))
+
+
+def _groups(batches: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
+    """As many at a time as fill a pipeline."""
+    left = iter(batches)
+    while group := list(itertools.islice(left, size)):
+        yield group
 
 
 def sample_text(run: Run) -> str:
     """Text that the model writes now, over the ends of documents. Every rank writes it: sharded parameters must be gathered."""
     tokenizer, count = run.corpus.tokenizer, run.config.observe.sample_tokens
     prompt = tokenizer.encode(run.config.observe.sample_prompt) if run.config.observe.sample_prompt else first_tokens(run)
-    new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, None, vocab=tokenizer.vocab_size)
+    options: dict[str, Any] = {"vocab": tokenizer.vocab_size, "forward": run.executor.logits}
+    new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, None, **options)
     return f"{tokenizer.decode(prompt)} ⟶ {tokenizer.decode(new)}"
 
 

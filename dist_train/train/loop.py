@@ -60,7 +60,8 @@ class Loop:
             r.observer.note("no held-out text, so there is no evaluation: the corpus is small, or data.eval_fraction=0.")
         first = r.batches.at(r.state.samples)[0]
         r.observer.first_batch(render_rows(first, r.corpus.tokenizer))
-        prove_isolation(r.model, first.tokens_BT[0].to(r.mesh.device), r.config.model.vocab)
+        if r.mesh.cp.size == 1:  # (else rows lie on several ranks, and this one does not)
+            prove_isolation(r.model, r.executor.logits, first.tokens_BT[0].to(r.mesh.device), r.config.model.vocab)
         r.traffic.reset()
         r.traffic.active = False
         self.seconds["start"] += time.perf_counter() - started

@@ -131,7 +131,7 @@ def restore(
                 state, same = TrainState.from_json(saved["train"]), saved["layout"] == layout
                 if same:
                     checkpoint.load(start.path, owed, strict=False)
-                rng.resume(start.path, mesh.rank, same, config.train.seed, state.step, mesh.device)
+                rng.resume(start.path, mesh.rank, mesh.stream, same, config.train.seed, state.step, mesh.device)
         except CheckpointError as error:
             complaint = str(error)
         complaints = [text for text in comm.all_gather_object(complaint, mesh.world) if text is not None]

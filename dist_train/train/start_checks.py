@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +12,13 @@ class IsolationError(RuntimeError):
     """A document of a packed row can see another one."""
 
 
-def prove_isolation(model: nn.Module, row_T: Tensor, vocab: int) -> None:
+Logits = Callable[[Tensor, Tensor, Tensor], Tensor]  # of tokens, positions and documents
+
+
+def prove_isolation(model: nn.Module, logits: Logits, row_T: Tensor, vocab: int) -> None:
     """Cut a row in two documents, change the first, and require that the second's logits do not move by one bit.
 
-    Raises IsolationError. Resetting positions alone does not isolate documents; attention must be kept apart too.
+    `logits` runs the model. Raises IsolationError. Resetting positions alone does not isolate documents; attention must be kept apart too.
     """
     length, cut = row_T.numel(), row_T.numel() // 2
     documents_BT = (torch.arange(length, device=row_T.device) >= cut).to(torch.int32)[None]
@@ -24,7 +29,7 @@ def prove_isolation(model: nn.Module, row_T: Tensor, vocab: int) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            before, after = (model(row[None], positions_BT, documents_BT)[0, cut:] for row in (row_T, changed_T))
+            before, after = (logits(row[None], positions_BT, documents_BT)[0, cut:] for row in (row_T, changed_T))
     finally:
         model.train(training)
     if not torch.equal(before, after):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from dist_train.context.split import split_micro_batch
 from dist_train.optim.lr import learning_rate
 from dist_train.train.build import Run
 
@@ -38,19 +37,14 @@ def train_step(run: Run) -> StepFacts:
     engine.loss_scale = state.loss_scale.scale
     scale = 1.0 / (config.train.global_batch * config.train.seq_len)
 
-    micro_batches = run.batches.at(state.samples)
-    live, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=run.mesh.device)
-    for index, host in enumerate(micro_batches):
-        micro = host.to(run.mesh.device)
-        inputs = (micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        objective, entropy = run.model(*inputs, labels_BT=micro.labels_BT, z_loss=config.train.z_loss)
-        engine.backward(objective * scale, last=index == len(micro_batches) - 1)
-        live += micro.live_tokens
-        loss_sum += entropy
+    micro_batches = [split_micro_batch(rows, run.mesh.cp) for rows in run.batches.at(state.samples)]
+    entropy = run.executor.train([micro.to(run.mesh.device) for micro in micro_batches], scale, config.train.z_loss)
+    live = sum(micro.live_tokens for micro in micro_batches)
+    counts = (entropy, live) if run.mesh.speaks else (0.0, 0.0)
 
     asked = run.requests.poll()
     update = state.step + 1 not in run.skipped_steps
-    report = engine.step(lr, weight=live * scale, sums=(loss_sum, live, asked.stop, asked.save), update=update)
+    report = engine.step(lr, weight=live * scale, sums=(*counts, asked.stop, asked.save), update=update)
 
     total_loss, total_live, stop, save = report.sums.tolist()  # the one read of the device in a step
     skipped = bool(report.skipped)

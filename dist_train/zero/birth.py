@@ -26,6 +26,7 @@ def leave_meta(module: nn.Module, device: torch.device, init: Callable[[str, Ten
                     memory = torch.empty(param.shape, dtype=param.dtype, device=device)
                     memory.untyped_storage().resize_(0)
                     moved[param] = nn.Parameter(memory, requires_grad=param.requires_grad)
+                    moved[param].__dict__.update(param.__dict__)  # such as its geometry
                 setattr(part, key, moved[param])
         for key, buffer in part.named_buffers(recurse=False):
             if buffer.is_meta:

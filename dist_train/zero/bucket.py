@@ -27,7 +27,7 @@ it, and the reduced slice is then summed over the replica group (HSDP; MiCS, arX
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ from dist_train.comm.collectives import Collectives, Handle
 from dist_train.comm.compress import ExactWeights, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group
 from dist_train.ops.optim import join_master, split_master
+from dist_train.params.geometry import geometry_of
 from dist_train.zero.layout import BucketLayout, owned_part, slot_parts
 from dist_train.zero.policy import Precision, ShardPolicy
 from dist_train.zero.protocol import FlatSegment
@@ -70,6 +71,7 @@ class Setting:
     weights: WeightWire  # how parameters travel
     fill: Callable[[str, nn.Parameter, Tensor], None]  # writes a parameter's first values into a tensor of its shape
     complete: Callable[[ParamBucket], None]  # called when every gradient of a bucket has arrived
+    groups: Mapping[str, Group]  # the axes of `ParamGeometry`
 
 
 class Scratch:
@@ -100,7 +102,9 @@ class ParamBucket:
         self.trainable = self.params[0].requires_grad
         self._shards, self._replicas, self._comm = setting.shards, setting.replicas, setting.comm
         self._state, self._store, self._weights = setting.state, setting.store, setting.weights
-        self._complete = setting.complete
+        self._complete, geometry = setting.complete, geometry_of(layout.slots[0].name, self.params[0])
+        self._sums = [setting.groups[axis] for axis in geometry.partial]
+        self.counted = all(setting.groups[axis].index == 0 for axis in geometry.copies)  # in the norm, of all copies
         self.owned = layout.shard(setting.shards.index) if self.policy.optim else slice(0, layout.numel)
         device, compute = self.params[0].device, self.precision.compute or self.params[0].dtype
         # A master keeps what the cast to the compute dtype would lose, so first values come in its dtype.
@@ -163,6 +167,7 @@ class ParamBucket:
         self._reduced_before = False  # `grad` holds earlier rounds, at stages 2 and 3
         self.phase, self._fresh, self._handle = Phase.ACCUMULATING, True, Handle()
         self._missing = len(self.params)  # gradients still to come in this backward
+        self._expected = False  # a backward that is to deliver them runs
         self._idle: set[int] | None = None  # parameters without a gradient in any backward of this step; None: before the first
         for param in self.params:
             param.register_post_accumulate_grad_hook(self._arrived)
@@ -208,6 +213,8 @@ class ParamBucket:
         return self._missing == 0
 
     def _arrived(self, _param: Tensor) -> None:
+        if not self._expected:  # from another part of the model: it waits in `param.grad`
+            return self._complete(self)
         self._missing -= 1
         if self._missing == 0:
             # A parameter may have come twice (reentrant recompute); then another is still on its way.
@@ -220,7 +227,7 @@ class ParamBucket:
         """Before a backward: expect every gradient again, and open another round if the last one was reduced."""
         if self.residence is Residence.GATHERING and not self.policy.param:
             self.ensure_full()  # published, but nobody's forward waited for it
-        self._missing = len(self.params)
+        self._missing, self._expected = len(self.params), True
         if self.phase is not Phase.ACCUMULATING:
             self.wait()
             if not self.policy.grad:
@@ -248,7 +255,7 @@ class ParamBucket:
         for param in self.params:
             param.grad = None
         self._idle = set(missing) if self._idle is None else self._idle.intersection(missing)
-        self._fresh, self._missing = False, 0
+        self._fresh, self._missing, self._expected = False, 0, False
         return [self.layout.slots[at].name for at in missing]
 
     def reduce(self) -> None:
@@ -285,11 +292,13 @@ class ParamBucket:
         self.phase = Phase.REDUCED
 
     def finish(self) -> None:
-        """After the last backward of a step: every round's reduced gradients are in `grad`."""
+        """After the last backward of a step: every round's reduced gradients are in `grad`, and what copies elsewhere got too."""
         self.wait()
         if self._earlier is not None:
             self.grad += self._earlier
             self._earlier = None
+        for group in self._sums:
+            self._comm.all_reduce(self.grad, group).wait()
         if self._handed is not self.grad:
             self._handed.copy_(self.grad)
 

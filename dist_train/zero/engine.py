@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives
 from dist_train.comm.compress import Exact, ExactWeights, WeightWire, WireRecipe
 from dist_train.mesh.mesh import Group, ParallelMesh
-from dist_train.params.geometry import Piece
+from dist_train.params.geometry import Piece, geometry_of
 from dist_train.zero.birth import leave_meta
 from dist_train.zero.bucket import ParamBucket, Scratch, Setting
 from dist_train.zero.holdings import Holdings
@@ -63,6 +63,8 @@ class ZeroEngine:
         init: fills a parameter, or a buffer, that the module holds on the meta device, given its name. Parameters are made
             bucket by bucket, so a model larger than one rank's memory can start at stage 3.
         fused: the norm of the gradients by our kernel; off, by plain torch.
+        part_of: where backward goes through one part of the module at a time (stages of a pipeline): the part to which a
+            parameter belongs, 0, 1, …, given its name.
 
     `loss_scale` multiplies every loss before backward and is divided out again before the norm.
     """
@@ -87,12 +89,14 @@ class ZeroEngine:
         weight_wire: WeightWire | None = None,
         init: Callable[[str, Tensor], None] | None = None,
         fused: bool = True,
+        part_of: Callable[[str], int] | None = None,
     ) -> None:
         self.module, self.mesh, self.comm = module, mesh, comm or Collectives()
         self.policy, self.precision = policy or ShardPolicy(), precision or Precision()
         self.clip_norm, self.overlap, self.loss_scale = clip_norm, overlap, 1.0
-        self._lr, self._last, self._next, self._fused = optimizer.lr, True, 0, fused
-        self._in_backward = self._pending = self._warned = False
+        self._lr, self._fused = optimizer.lr, fused
+        self._in_backward = self._pending = self._warned = self._reduces_now = False
+        self._running = 0  # the part that a backward runs through
         self._ahead, self._skip_unused = publish_ahead and self.policy.optim and not self.policy.param, skip_unused
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires a gradient: nothing to train.")
@@ -104,10 +108,12 @@ class ZeroEngine:
         unborn = leave_meta(module, mesh.device, init)
 
         def fill(name: str, param: nn.Parameter, values: Tensor) -> None:
+            geometry = geometry_of(name, param)
             if init is not None and param in unborn:
-                first = values if values.dtype == param.dtype else values.to(param.dtype)
+                fits = values.dtype == param.dtype and geometry.shape == tuple(values.shape)
+                first = values if fits else torch.empty(geometry.shape, dtype=param.dtype, device=values.device)
                 init(name, first)
-                values.copy_(first)
+                values.copy_(first[geometry.box(values)])
             else:
                 values.copy_(param.detach())
 
@@ -116,8 +122,9 @@ class ZeroEngine:
         setting = Setting(
             self.policy, self.precision, self.shards, self.replicas, self.comm, self._state, store,
             wire or Exact(self.precision.reduce), weight_wire or ExactWeights(), fill, self._completed,
+            {"tp": mesh.tp, "ends": mesh.ends},
         )  # fmt: skip
-        needed = self._make_buckets(optimizer, bucket_bytes, setting)
+        needed = self._make_buckets(optimizer, bucket_bytes, setting, part_of or (lambda name: 0))
         gathering = self.shards if self.policy.param else Group("alone", (mesh.rank,), 0)
         named = sorted([*self.buckets, *self.frozen], key=lambda bucket: bucket.number)
         order = GatherOrder([bucket.name for bucket in named], gathering, self.comm, mesh)
@@ -126,8 +133,8 @@ class ZeroEngine:
             wait_before_use(module, needed)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
         segments = [segment for bucket in self.buckets for segment in bucket.segments()]
-        self._optimizer, index = optimizer.bind(segments), mesh.data.index
-        self._holdings = Holdings(module, self.buckets, self.frozen, segments, self._optimizer, optimizer, setting, index)
+        self._optimizer = optimizer.bind(segments)
+        self._holdings = Holdings(module, self.buckets, self.frozen, segments, self._optimizer, optimizer, setting, mesh.rank)
         self._carried = 1.0  # the loss scale that residuals of a wire carry
         self._device = self.buckets[0].full.device
 
@@ -136,21 +143,31 @@ class ZeroEngine:
         for name, param in self.module.named_parameters():
             if not param.requires_grad and not self.policy.param:
                 values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-                fill(name, param, values)
+                fill(geometry_of(name, param).name, param, values)
                 compute = self.precision.compute if param.is_floating_point() else None
                 param.data = values.to(compute or values.dtype)
                 self.comm.broadcast(param.data, self.mesh.data).wait()
         for buffer in self.module.buffers():
             self.comm.broadcast(buffer, self.mesh.data).wait()
 
-    def _make_buckets(self, optimizer: Optimizer, size: float, setting: Setting) -> dict[str, list[ParamBucket]]:
+    def _make_buckets(
+        self, optimizer: Optimizer, size: float, setting: Setting, part_of: Callable[[str], int]
+    ) -> dict[str, list[ParamBucket]]:
         """Make the buckets: by size, or at stage 3 one for each unit. Returns the buckets that each unit uses, by its name."""
-        params = dict(self.module.named_parameters())
+        geometries = {param: geometry_of(name, param) for name, param in self.module.named_parameters()}
+        params = {geometry.name: param for param, geometry in geometries.items()}
+        parts: dict[int, list[str]] = {}
+        for name, param in self.module.named_parameters():
+            parts.setdefault(part_of(name), []).append(geometries[param].name)
 
         def spec(name: str) -> ParamSpec:
-            group = optimizer.group(name, params[name])
-            cut = optimizer.cut(group) if params[name].requires_grad else FLAT
-            return ParamSpec(name, tuple(params[name].shape), str(params[name].dtype), group, cut)
+            param, geometry = params[name], geometries[params[name]]
+            group = optimizer.group(name, param)
+            cut = optimizer.cut(group) if param.requires_grad else FLAT
+            if cut != FLAT and geometry.shape != tuple(param.shape):
+                told = f"{type(optimizer).__name__}: it needs all of {name}, which is divided over ranks"
+                raise ValueError(f"{told}; set another optimizer, or mesh.tp=1.")
+            return ParamSpec(name, tuple(param.shape), str(param.dtype), group, cut, geometry.copies, geometry.partial)
 
         def make(names: Sequence[str], size: float) -> list[ParamBucket]:
             layouts = plan_buckets([spec(name) for name in names], size, self.precision.reduce.itemsize, self.shards.size)
@@ -161,67 +178,106 @@ class ZeroEngine:
         numbers, scratch = itertools.count(), Scratch()
         users = users_of_parameters(self.module)
         units = list(dict.fromkeys(unit for names in users.values() for unit in names))
-        self.buckets: list[ParamBucket] = []
+        trainable = [name for name, param in params.items() if param.requires_grad]
+        total = sum(params[name].numel() for name in trainable) * self.precision.reduce.itemsize
         self.frozen: list[ParamBucket] = []
-        if self.policy.param:
-            for unit in units:
-                mine = [name for name, param in params.items() if users[param][0] == unit]
-                # Backward completes units in the reverse of their registration.
-                self.buckets[:0] = make([name for name in mine if params[name].requires_grad], math.inf)
-                self.frozen += make([name for name in mine if not params[name].requires_grad], math.inf)
-        else:
-            trainable = {name: param for name, param in params.items() if param.requires_grad}
-            total = sum(param.numel() for param in trainable.values()) * self.precision.reduce.itemsize
-            # No backward is left to hide the last bucket behind, so a small model comes in several, if not in any number.
-            self.buckets = make(list(trainable), min(size, max(total / 6, 8e6)))
+        self._parts: list[list[ParamBucket]] = []
+        for index in range(max(parts) + 1):
+            mine = parts.get(index, [])
+            made: list[ParamBucket] = []
+            if self.policy.param:
+                for unit in units:
+                    own = [name for name in mine if users[params[name]][0] == unit]
+                    # Backward completes units in the reverse of their registration.
+                    made[:0] = make([name for name in own if name in trainable], math.inf)
+                    self.frozen += make([name for name in own if name not in trainable], math.inf)
+            else:
+                # No backward is left to hide the last bucket behind, so a small model comes in several, if not in any number.
+                made = make([name for name in mine if name in trainable], min(size, max(total / 6, 8e6)))
+            self._parts.append(made)
+        self.buckets = [bucket for part in self._parts for bucket in part]
+        self._next, self._owed = [0] * len(self._parts), [False] * len(self._parts)
         needed: dict[str, list[ParamBucket]] = {unit: [] for unit in units}
         for bucket in [*self.buckets, *self.frozen]:
             for user in dict.fromkeys(user for param in bucket.params for user in users[param]):
                 needed[user].append(bucket)
         return needed
 
-    def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Backward of one micro-batch. `last=False`: more follow before `step`, and stages 0 and 1 reduce only their sum."""
+    def begin_pass(self, training: bool) -> None:
+        """What follows, until the next call, is one pass: ranks that make the same passes gather in the same order (stage 3).
+
+        Never called, each forward of the module begins a pass."""
+        self._units.begin_pass(training)
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        last: bool = True,
+        gradients: Tensor | Sequence[Tensor] | None = None,
+        part: int = 0,
+    ) -> None:
+        """Backward of one micro-batch. `last=False`: more follow before `step`, and stages 0 and 1 reduce only their sum.
+
+        With `gradients` it begins from several tensors and what came back for each, carrying the loss scale already; then `part`
+        says which part of the module it goes through.
+        """
         if self._carried != self.loss_scale:
             for bucket in self.buckets:
                 if (residual := bucket.residual()) is not None:
                     residual *= self.loss_scale / self._carried
             self._carried = self.loss_scale
-        for bucket in self.buckets:
+        buckets = self._parts[part]
+        for bucket in buckets:
             bucket.begin()
-        self._last, self._next, self._in_backward, self._pending = last, 0, True, True
+        self._running, self._next[part], self._in_backward, self._pending = part, 0, True, True
+        self._reduces_now = last or self.policy.grad
+        self._owed[part] = not self._reduces_now
         try:
-            (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
+            torch.autograd.backward(self._scaled(loss) if gradients is None else loss, gradients)
         finally:
             self._in_backward = False
-        unused = [name for bucket in self.buckets if not bucket.is_complete for name in bucket.collect()]
+        unused = [name for bucket in buckets if not bucket.is_complete for name in bucket.collect()]
         if unused and not self._warned:
             self._warned = True
             warnings.warn(f"no gradient in this backward, counted as zero: {', '.join(unused[:8])}", stacklevel=2)
         if self._reduces_now:
-            self._reduce_rest()
+            self._reduce_rest(part)
         self._units.end_backward()
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self._last or self.policy.grad
+    def input_gradients(self, outputs: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The first half of a backward in two: gradients of `inputs`, parameters among them or not; nothing is accumulated.
+
+        Without `gradient`, `outputs` is the loss of a micro-batch. `backward(parameters, last, gradients, part)` is the rest.
+        """
+        start = self._scaled(outputs) if gradient is None else outputs
+        found = torch.autograd.grad(start, list(inputs), gradient, allow_unused=True)
+        self._units.end_backward()
+        return found
+
+    def _scaled(self, loss: Tensor | Sequence[Tensor]) -> Tensor:
+        assert isinstance(loss, Tensor), "without gradients a backward begins from one loss"
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     def _completed(self, bucket: ParamBucket) -> None:
         if not self._in_backward:
             raise RuntimeError("loss.backward() was called on a module that an engine trains: call engine.backward(loss).")
+        if not bucket.is_complete:
+            return
         self._units.done(bucket)
-        while self.overlap and self._reduces_now and self._next < len(self.buckets) and self.buckets[self._next].is_complete:
-            self._reduce_next()
+        part = self._parts[self._running]
+        while self.overlap and self._reduces_now and (at := self._next[self._running]) < len(part) and part[at].is_complete:
+            self._reduce_next(self._running)
 
-    def _reduce_next(self) -> None:
-        self.buckets[self._next].reduce()
-        if self.policy.grad and self._next >= _IN_FLIGHT:
-            self.buckets[self._next - _IN_FLIGHT].wait()  # gives the memory of its grad_full back
-        self._next += 1
+    def _reduce_next(self, part: int) -> None:
+        buckets, at = self._parts[part], self._next[part]
+        buckets[at].reduce()
+        if self.policy.grad and at >= _IN_FLIGHT:
+            buckets[at - _IN_FLIGHT].wait()  # gives the memory of its grad_full back
+        self._next[part] += 1
 
-    def _reduce_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._reduce_next()
+    def _reduce_rest(self, part: int) -> None:
+        while self._next[part] < len(self._parts[part]):
+            self._reduce_next(part)
 
     def step(
         self, lr: float | None = None, weight: Tensor | float = 1.0, sums: Sequence[Tensor | float] = (), update: bool = True
@@ -229,28 +285,32 @@ class ZeroEngine:
         """Reduce what is left, clip, update, publish.
 
         The gradient of the step is the sum over micro-batches and data ranks divided by the sum of `weight` over data
-        ranks: with the default that is the mean over ranks; with live tokens it is the token-weighted mean. `sums` ride
-        along in the same all-reduce and come back added up. A step of weight zero, and one whose gradients hold a value
+        ranks: with the default that is the mean over ranks; with live tokens it is the token-weighted mean. (Of ranks that work
+        on the same tokens the weight of the one that `ParallelMesh.speaks` counts.) `sums` ride along in the same all-reduce and
+        come back added up over all ranks. A step of weight zero, and one whose gradients hold a value
         that is not finite, changes nothing on any rank; nor does one with `update=False`, which all ranks must give alike.
         """
         if not self._pending:
             raise RuntimeError("step() without a backward() since the last one: there is no gradient to step along.")
         self._pending = False
-        if not self._reduces_now:
-            self._reduce_rest()
+        for part, owed in enumerate(self._owed):
+            if owed:
+                self._reduce_rest(part)
+                self._owed[part] = False
         started = time.perf_counter()
         for bucket in self.buckets:
             bucket.advance()
         for bucket in self.buckets:
             bucket.finish()
         exposed = time.perf_counter() - started
-        squares = sum_of_squares((bucket.own_slice_of_grad() for bucket in self.buckets), self._device, self._fused)
+        counted = (bucket.own_slice_of_grad() for bucket in self.buckets if bucket.counted)
+        squares = sum_of_squares(counted, self._device, self._fused)
         idle = [name for bucket in self.buckets for name in bucket.idle]
         report, divisor = agree(
             self.comm,
-            self.mesh.data,
+            self.mesh.world,
             squares,
-            weight,
+            weight if self.mesh.speaks else 0.0,
             [*sums, len(idle)],
             carried=self.loss_scale,
             clip_norm=self.clip_norm,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from dist_train.comm.compress import TopK
-from dist_train.params.geometry import Piece, flat_range_boxes
+from dist_train.params.geometry import ParamGeometry, Piece, flat_range_boxes, geometry_of
 from dist_train.zero.bucket import ParamBucket, Setting
 from dist_train.zero.layout import SlotPart, slot_parts, state_bytes
 from dist_train.zero.protocol import BoundOptimizer, FlatSegment, Optimizer
@@ -27,7 +27,7 @@ class Holdings:
     optimizer: BoundOptimizer
     recipe: Optimizer
     setting: Setting
-    rank: int  # among all data ranks
+    rank: int  # among all ranks
 
     def segments_by_bucket(self) -> list[range]:
         """The indices of each bucket's segments."""
@@ -46,20 +46,24 @@ class Holdings:
             if (residual := bucket.residual()) is not None:
                 for part in slot_parts(bucket.layout.slots, slice(0, bucket.layout.numel)):
                     yield from part_pieces(f"residual/{self.rank}/{part.slot.name}", part, residual)
+        geometries = {g.name: g for g in (geometry_of(*named) for named in self.module.named_parameters())}
         for index, segment in enumerate(self.segments):
             moments, steps = self.optimizer.moments(index), self.optimizer.steps(index)
             for part, step in zip(segment.parts, steps.unbind(), strict=True):
                 name = part.slot.name
-                yield from part_pieces(f"model/{name}", part, segment.master)
+                yield from _shifted(f"model/{name}", geometries[name], part_pieces("", part, segment.master))
                 for moment, flat in moments.items():
-                    block = segment.master.numel() // max(1, flat.numel())
-                    yield from part_pieces(f"optim/{name}/{moment}", part, flat, max(1, block))
+                    block = max(1, segment.master.numel() // max(1, flat.numel()))
+                    found = part_pieces(f"optim/{name}/{moment}", part, flat, block)
+                    yield from found if block > 1 else _shifted(f"optim/{name}/{moment}", geometries[name], found)
                 yield Piece.whole(f"optim/{name}/step", step)
         for bucket in self.frozen:
             for part in slot_parts(bucket.layout.slots, bucket.owned):
-                yield from part_pieces(f"model/{part.slot.name}", part, bucket.shard)
+                name = part.slot.name
+                yield from _shifted(f"model/{name}", geometries[name], part_pieces("", part, bucket.shard))
         for name, param in self._outside_buckets():
-            yield Piece.whole(f"model/{name}", param.data)
+            geometry = geometry_of(name, param)
+            yield geometry.shift(Piece.whole("", param.data), f"model/{geometry.name}")
         for name, buffer in self.module.named_buffers():
             yield Piece.whole(f"model/{name}", buffer)
 
@@ -108,6 +112,11 @@ class Holdings:
         if self.setting.policy.param:
             return []
         return [(name, param) for name, param in self.module.named_parameters() if not param.requires_grad]
+
+
+def _shifted(name: str, geometry: ParamGeometry, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces of what this rank holds of a parameter, as pieces of the whole of it."""
+    return (geometry.shift(piece, name) for piece in pieces)
 
 
 def part_pieces(name: str, part: SlotPart, flat: Tensor, block: int = 1) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ block-scaled moments must not be cut inside a block, and Muon needs whole matric
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class ParamSpec:
     dtype: str
     group: str
     cut: Cut = FLAT
+    copies: tuple[str, ...] = ()  # `ParamGeometry`: who has it too, and with whom its gradient is to be summed
+    partial: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -120,10 +122,11 @@ def plan_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, itemsize: int,
     """
     limit = bucket_bytes / itemsize
     limits = {False: limit, True: max(limit, shards * max((s.numel for s in specs if s.cut.whole), default=0))}
-    open_: dict[tuple[str, bool], list[ParamSpec]] = {}
+    open_: dict[Hashable, list[ParamSpec]] = {}
     done: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        key = spec.dtype, spec.cut.whole
+        # What is summed over other ranks than the rest shares no bucket with it: those ranks may hold more or less of the rest.
+        key = spec.dtype, spec.cut.whole, spec.copies, spec.partial
         held = open_.setdefault(key, [])
         if held and sum(s.numel for s in held) + spec.numel > limits[spec.cut.whole]:
             done.append(held)

@@ -79,22 +79,33 @@ class UnitHooks:
         """`buckets`: what each unit needs, by its qualified name in `module`. `order` is told of each gather."""
         self._agreed = order
         self._units = [_Unit(module.get_submodule(name), needed) for name, needed in buckets.items()]
-        self._order: list[int] = []  # units in the order of the last whole forward
+        self._orders: dict[int, list[int]] = {}  # units in the order of the last whole forward, by the unit that it began with
         self._running: list[int] = []  # the forward that runs now
+        self._told = False  # passes are announced
         self._in_backward: set[ParamBucket] = set()
         module.register_forward_pre_hook(lambda _module, _inputs: self._start())
         for index, unit in enumerate(self._units):
             unit.module.register_forward_pre_hook(self._before_forward(index))
             unit.module.register_forward_hook(self._after_forward(index))
 
+    def begin_pass(self, training: bool) -> None:
+        """Until the next call all forwards and backwards are one pass; without a call each forward begins one."""
+        self._told = True
+        self._agreed.begin(training)
+
     def _start(self) -> None:
-        """A forward of the whole module begins: what the last one did is what to expect."""
+        """A forward of the module begins: what the last one that began alike did is what to expect."""
         if self._in_backward:
             return
-        self._agreed.begin(torch.is_grad_enabled())
+        if not self._told:
+            self._agreed.begin(torch.is_grad_enabled())
         if self._running:
-            self._order, self._running = self._running, []
+            self._end_forward()
             self._release_all()
+
+    def _end_forward(self) -> None:
+        if self._running:
+            self._orders[self._running[0]], self._running = self._running, []
 
     def _gather(self, index: int, then: int | None) -> None:
         for at in (index, then):
@@ -112,7 +123,7 @@ class UnitHooks:
                 return self._gather(index, None)
             place = len(self._running)
             self._running.append(index)
-            expected = self._order[place : place + 2]
+            expected = self._orders.get(self._running[0], [])[place : place + 2]
             return self._gather(index, expected[1] if len(expected) == 2 and expected[0] == index else None)
 
         return hook
@@ -126,13 +137,13 @@ class UnitHooks:
                 place = len(self._running) - 1
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(self._before_backward(index, place))
+                        leaf.register_hook(self._before_backward(index, self._running[0], place))
 
         return hook
 
-    def _before_backward(self, index: int, place: int) -> Callable[[Tensor], None]:
+    def _before_backward(self, index: int, first: int, place: int) -> Callable[[Tensor], None]:
         def hook(_grad: Tensor) -> None:
-            order = self._running or self._order
+            order = self._running if self._running[:1] == [first] else self._orders.get(first, [])
             before = order[place - 1] if 0 < place <= len(order) else None
             self._in_backward.update(self._units[index].buckets)
             self._gather(index, before)
@@ -147,7 +158,7 @@ class UnitHooks:
     def end_backward(self) -> None:
         """Release what no gradient released: frozen and unused parameters, and what was gathered ahead in vain."""
         self._in_backward.clear()
-        self._order, self._running = self._running or self._order, []
+        self._end_forward()
         self._release_all()
 
     def _release_all(self) -> None:

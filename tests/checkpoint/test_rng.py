@@ -84,7 +84,7 @@ def save_then_resume(mesh, comm, root):
     path = save(root, 4, rng.pieces(mesh.rank, rng.capture(mesh.device, named)), {}, comm, mesh.world)
     expected = draw(generator)
     draw(generator)
-    restored = rng.resume(path, mesh.rank, True, 7, 4, mesh.device, named)
+    restored = rng.resume(path, mesh.rank, mesh.rank, True, 7, 4, mesh.device, named)
     return restored, draw(generator) == expected, expected
 
 
@@ -101,6 +101,6 @@ def test_F20_a_changed_layout_seeds_by_the_stated_rule(tmp_path):
         rng.reseed(7, 4, rank, CPU)
         expected = draw(generator)
         generator.manual_seed(0)
-        assert rng.resume(path, rank, same_layout, 7, 4, CPU) is False
+        assert rng.resume(path, rank, rank, same_layout, 7, 4, CPU) is False
         assert draw(generator) == expected
         generator.manual_seed(0)

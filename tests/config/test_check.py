@@ -33,7 +33,7 @@ def test_U08_batch_arithmetic_names_the_multiple_that_is_needed():
 
 
 def test_all_problems_come_at_once():
-    found = problems("model.heads=0", "train.steps=0", "optim.name=adagrad", "lr.schedule=step", "mesh.tp=2")
+    found = problems("model.heads=0", "train.steps=0", "optim.name=adagrad", "lr.schedule=step", "pipeline=none")
     assert len(found) == 5 and all("; set" in text for text in found)
     config = compose(["train.steps=0", "optim.lr=-1"])
     with pytest.raises(ConfigError, match=r"(?s)train.steps.*optim.lr|optim.lr.*train.steps"):
@@ -44,10 +44,10 @@ def test_all_problems_come_at_once():
     ("override", "words"),
     [
         ("model.heads=3", "multiple of model.heads=3"),
-        ("model.kv_heads=2", "divides model.heads=5"),
+        ("model.kv_heads=3", "divides model.heads=4"),
         ("model.activation=relu", "silu"),
         ("model.dropout=1.0", "below 1"),
-        ("mesh.pp=2", "1 is what there is"),
+        ("mesh.pp=0", "at least 1"),
         ("mesh.dp=0", "at least 1, or -1"),
         ("shard.stage=5", "set shard.stage=0"),
         ("launch.nodes=2", "one node"),
@@ -63,6 +63,27 @@ def test_all_problems_come_at_once():
 def test_each_rule_says_value_rule_and_remedy(override, words):
     found = problems(override) if override != "launch.ranks_per_node=3" else problems(override, ranks=1)
     assert any(words in text and override.split("=")[0] in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["mesh.tp=3"], "mesh.tp=3: divides model.heads=4; set mesh.tp=4"),
+        (["mesh.tp=4", "model.kv_heads=2"], "mesh.tp=4: divides model.kv_heads=2; set mesh.tp=2"),
+        (["mesh.tp=2", "model.ffn=33"], "mesh.tp=2: divides model.ffn=33; set mesh.tp=3"),
+        (["mesh.tp=4", "model.vocab=6", "data.tokenizer_vocab=6"], "mesh.tp=4: leaves the last rank no row of model.vocab=6"),
+        (["mesh.cp=3", "context=ulysses"], "mesh.cp=3: with context=ulysses it divides the 4 of model.heads"),
+        (["mesh.cp=2", "model.dropout=0.1"], "model.dropout=0.1: attention over a ring"),
+        (["mesh.pp=8"], "mesh.pp=8: times mesh.chunks=1 it makes 8 stages of model.layers=6; set mesh.pp=6"),
+        (["mesh.pp=2", "mesh.chunks=2"], "mesh.chunks=2: pipeline=1f1b has exactly 1 on each rank"),
+        (["mesh.pp=2", "mesh.stage_layers=[5,2]"], "mesh.stage_layers=[5, 2]: 2 numbers (mesh.pp × mesh.chunks)"),
+        (["mesh.tp=2", "shard.engine=ddp", "mesh.dp=2"], "mesh.tp=2: shard.engine=ddp trains models that are whole"),
+        (["mesh.tp=2", "optim=muon"], "optim.name=muon: mesh.tp=2 divides parameters"),
+    ],
+)
+def test_F39_an_impossible_layout_is_refused_with_its_numbers_and_the_nearest_one(overrides, text):
+    found = problems(*overrides)
+    assert any(line.startswith(text) for line in found), found
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw8bit"])

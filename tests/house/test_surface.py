@@ -14,7 +14,7 @@ from dist_train.config import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = """
-attention
+attention context pipeline
 checkpoint.every checkpoint.keep checkpoint.resume checkpoint.same_data checkpoint.weights_only
 data.blend data.cache_dir data.eval_fraction data.max_documents data.path data.shuffle data.source data.split
 data.synthetic_documents data.synthetic_max_tokens data.synthetic_min_tokens data.text_field data.tokenizer
@@ -22,7 +22,7 @@ data.tokenizer_vocab data.workers
 launch.device launch.grace_seconds launch.kind launch.max_restarts launch.nodes launch.port launch.ranks_per_node
 launch.timeout_seconds
 lr.decay_steps lr.min_ratio lr.schedule lr.warmup_steps
-mesh.cp mesh.dp mesh.pp mesh.tp
+mesh.chunks mesh.cp mesh.dp mesh.pp mesh.sequence mesh.stage_layers mesh.tp
 model.activation model.bias model.dropout model.family model.ffn model.heads model.hidden model.init model.init_std
 model.kv_heads model.layers model.max_positions model.norm_eps model.rope_theta model.tie_embeddings model.vocab
 observe.peak_tflops observe.progress observe.sample_prompt observe.sample_tokens observe.tensorboard observe.wandb

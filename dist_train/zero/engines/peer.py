@@ -62,6 +62,9 @@ class PeerEngine:
         self._optimizer, self._lr = optimizer.bind(self._segments), optimizer.lr
         self._pending = False
 
+    def begin_pass(self, training: bool) -> None:
+        """Torch follows what the module does."""
+
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Backward of one micro-batch; `last=False`: more follow before `step`."""
         if not self._pending:

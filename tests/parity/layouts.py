@@ -1,0 +1,132 @@
+"""One recipe on any layout of ranks, and in torch alone: losses, norms and the whole state after some steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dist_train.config.schema import Config
+from dist_train.context.split import split_micro_batch
+from dist_train.data.batch import MicroBatch
+from dist_train.mesh.mesh import ParallelMesh
+from dist_train.mesh.shape import MeshShape
+from dist_train.model.build import build_model
+from dist_train.train import build
+from tests.toy import toy_config
+from tests.zero.helpers import gathered
+
+_meshes: dict[tuple[MeshShape, tuple[int, ...]], ParallelMesh] = {}  # of this rank's process: groups are made once
+
+
+def mesh_of(shape: MeshShape, pool: ParallelMesh) -> ParallelMesh:
+    """The mesh of these degrees on all ranks of a pool."""
+    key = shape, pool.world.ranks
+    if key not in _meshes:
+        _meshes[key] = (
+            ParallelMesh.single() if pool.world.size == 1 else ParallelMesh.from_process_group(shape, timeout_seconds=60)
+        )
+    return _meshes[key]
+
+
+def rows(step: int, count: int, seq_len: int, vocab: int) -> MicroBatch:
+    """`count` rows of packed documents of unequal length; the last token of each predicts nothing, nor does padding."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, vocab, (count, seq_len), generator=draw)
+    documents, positions, labels = (torch.zeros(count, seq_len, dtype=torch.int64) for _ in range(3))
+    for row in range(count):
+        cuts = torch.randperm(seq_len - 1, generator=draw)[: row % 3].add(1).sort().values.tolist()
+        for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, seq_len], strict=True)):
+            documents[row, start:stop] = number
+            positions[row, start:stop] = torch.arange(stop - start)
+            labels[row, start : stop - 1] = tokens[row, start + 1 : stop]
+            labels[row, stop - 1] = -100
+        labels[row, seq_len - row % 4 * 2 :] = -100
+    return MicroBatch(tokens, labels, positions, documents.to(torch.int32), tuple(range(count)))
+
+
+def part(batch: MicroBatch, start: int, stop: int) -> MicroBatch:
+    names = ("tokens_BT", "labels_BT", "positions_BT", "documents_BT")
+    return replace(batch, sample_ids=batch.sample_ids[start:stop], **{n: getattr(batch, n)[start:stop] for n in names})
+
+
+def train(pool, comm, config: Config, steps: int, first: int = 0, state=None):
+    """((loss, norm, skipped) of each step, whole state on the first rank) of a config's layout on a pool of ranks."""
+    mesh = mesh_of(MeshShape(config.mesh.pp, config.mesh.dp, config.mesh.cp, config.mesh.tp), pool)
+    model, executor_of = build.build_parallel_model(config, mesh, comm)
+    engine = build._ENGINES[config.shard.engine](config, model, mesh, comm)
+    executor = executor_of(engine)
+    engine.loss_scale = 1024.0 if config.precision.compute == "fp16" else 1.0
+    torch.manual_seed(mesh.stream)
+    if state is not None:
+        fill(engine, state)
+    log, t = [], config.train
+    each = t.global_batch // mesh.dp.size
+    scale = 1 / (t.global_batch * t.seq_len)
+    for step in range(first, first + steps):
+        batch = rows(step, t.global_batch, t.seq_len, config.model.vocab)
+        starts = range(mesh.dp.index * each, (mesh.dp.index + 1) * each, t.micro_batch)
+        micro = [split_micro_batch(part(batch, s, s + t.micro_batch), mesh.cp) for s in starts]
+        entropy = executor.train(micro, scale, t.z_loss)
+        live = sum(m.live_tokens for m in micro)
+        report = engine.step(weight=live * scale, sums=(entropy, live) if mesh.speaks else (0.0, 0.0))
+        log.append((float(report.sums[0] / report.sums[1]), float(report.grad_norm), bool(report.skipped)))
+    whole = gathered(engine, mesh, comm)
+    return log, whole if mesh.is_main else None
+
+
+def fill(engine, state) -> None:
+    """Bring an engine to a gathered state."""
+    for piece in engine.pieces():
+        if piece.name in state:
+            piece.tensor.copy_(
+                state[piece.name][tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
+            )
+    engine.restored()
+
+
+@cache
+def base(*overrides: str) -> Config:
+    return toy_config("train.seed=0", *overrides)
+
+
+@cache
+def alone(steps: int, *overrides: str):
+    """The recipe of `base` in torch alone, all rows at once: (loss, norm) of each step, and the weights at the end."""
+    config = base(*overrides)
+    o, t = config.optim, config.train
+    model = build_model(replace(config, ops="reference"), seed=0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    sgd = o.name == "sgd"
+    stepper = torch.optim.SGD(groups, o.lr) if sgd else torch.optim.AdamW(groups, o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    log = []
+    for step in range(steps):
+        batch = rows(step, t.global_batch, t.seq_len, config.model.vocab)
+        logits = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT).flatten(0, 1)
+        loss = F.cross_entropy(logits, batch.labels_BT.flatten(), ignore_index=-100)
+        live = batch.labels_BT.flatten() != -100
+        objective = loss + t.z_loss * logits.logsumexp(-1).square()[live].mean()
+        objective.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        for param in model.parameters():
+            param.grad *= min(1.0, t.clip_norm / norm.item()) if t.clip_norm else 1.0
+        stepper.step()
+        stepper.zero_grad()
+        log.append((loss.item(), norm.item()))
+    return log, {f"model/{name}": param.detach().clone() for name, param in model.named_parameters()}
+
+
+def worst(log, weights, exact_log, exact) -> float:
+    """Largest relative error of any loss, norm and parameter (of its largest element)."""
+    assert weights.keys() == exact.keys()
+    errors = [abs(a - b) / b for row, sure in zip(log, exact_log, strict=True) for a, b in zip(row[:2], sure, strict=True)]
+    errors += [float((weights[n] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for n, v in exact.items()]
+    assert not any(math.isnan(error) for error in errors)
+    return max(errors)

@@ -6,6 +6,7 @@ Every fused op has a reference in plain torch beside it. A public function takes
 from __future__ import annotations
 
 import ctypes
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,6 +15,37 @@ from torch import Tensor
 PATH = Path(__file__).resolve().parents[1] / "_csrc.so"
 ISAS = ("base", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERATORS = {  # what this package calls, and with how many arguments: a library built from older sources shows itself by them
+    "accumulate_": 2,
+    "adam_": 15,
+    "adamw8bit_": 15,
+    "add_layer_norm": 5,
+    "add_rms_norm": 4,
+    "cross_entropy": 3,
+    "cross_entropy_backward": 6,
+    "cross_entropy_backward_": 6,
+    "cross_entropy_terms": 3,
+    "dropout_add": 4,
+    "geglu": 2,
+    "geglu_backward": 3,
+    "gelu": 1,
+    "gelu_backward": 2,
+    "int8_decode_": 4,
+    "int8_encode": 2,
+    "lamb_": 15,
+    "layer_norm": 4,
+    "layer_norm_backward": 8,
+    "rms_norm": 3,
+    "rms_norm_backward": 6,
+    "rotary": 4,
+    "rotary_": 4,
+    "rotary_pair": 5,
+    "sgd_": 10,
+    "sum_of_squares": 1,
+    "swiglu": 2,
+    "swiglu_backward": 3,
+    "take_largest_": 2,
+}
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -24,9 +56,27 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{PATH} was not built: {remedy}"
     try:
         torch.ops.load_library(str(PATH))
-        return ctypes.CDLL(str(PATH)), ""
+        library = ctypes.CDLL(str(PATH))
     except OSError as error:
-        return None, f"{PATH} does not load into torch {torch.__version__} ({error}): build it again with `make setup`"
+        return None, _refuse(f"does not load into torch {torch.__version__} ({error})")
+    if differing := [name for name, arguments in OPERATORS.items() if _arguments(name) != arguments]:
+        return None, _refuse(f"was built from other sources than this package, with other operators ({', '.join(differing)})")
+    return library, ""
+
+
+def _arguments(name: str) -> int | None:
+    """How many the loaded operator has; None where there is none."""
+    try:
+        return len(getattr(torch.ops.dist_train, name).default._schema.arguments)
+    except AttributeError:
+        return None
+
+
+def _refuse(why: str) -> str:
+    """A library that is there was meant to be used: whoever imports this is told, once."""
+    reason = f"{PATH} {why}: build it again with `make setup`"
+    warnings.warn(f"dist_train computes without its fused kernels. {reason}", RuntimeWarning, stacklevel=2)
+    return reason
 
 
 _library, missing = _load()  # `missing`: why there is no library and what to do; empty where there is one

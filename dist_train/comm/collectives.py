@@ -120,6 +120,16 @@ class Collectives:
         """The next tensor that the group's rank `source` sends here, into `out` (contiguous, of its shape and dtype)."""
         return Handle(_link(group).recv([out], source, 0))
 
+    def rotate(self, out: Tensor, x: Tensor, group: Group) -> Handle:
+        """`x` goes to the group's next rank, from the last one to the first; `out` receives what the rank before sends.
+
+        Both are contiguous and must stay as they are until the handle was waited for. Counted as a send.
+        """
+        if group.size == 1:
+            return Handle(then=lambda: _write(out, x))
+        self._record("send", group, x)
+        return Handle(_Turn(out, x, group))
+
     def meet(self, place: str, word: str, group: Group, patience: timedelta) -> list[str] | None:
         """Every rank's word at a place where nobody met before, in group order; None when some rank did not come in time.
 
@@ -220,6 +230,26 @@ class _Swap:
         link = _link(group)
         self._works = [link.recv([received[peer]], peer, 0) for peer in peers]
         self._works += [link.send([sent[peer]], peer, 0) for peer in peers]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Turn:
+    """A tensor to the next rank of a group and one from the rank before, under way at once."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, out: Tensor, x: Tensor, group: Group) -> None:
+        to, source = (group.index + 1) % group.size, (group.index - 1) % group.size
+        if _is_gloo(group):
+            link = _link(group)
+            self._works = [link.recv([out], source, 0), link.send([x], to, 0)]
+        else:  # posted as one: where ranks post sends and receives one by one, each may wait for the next one's receive
+            sent = dist.P2POp(dist.isend, x, group.ranks[to], group.process_group)
+            received = dist.P2POp(dist.irecv, out, group.ranks[source], group.process_group)
+            self._works = dist.batch_isend_irecv([sent, received])
 
     def wait(self) -> None:
         for work in self._works:

@@ -67,6 +67,25 @@ def test_traffic_is_counted_in_bytes_sent_per_rank():
     assert found["reduce_scatter/dp"] == {"calls": 1, "bytes": 48 * 2 / 3}
 
 
+def _rotate(mesh, comm):
+    """What came after two turns, of which the second begins before the first was waited for."""
+    counter = TrafficCounter()
+    comm, first, second = Collectives(counter), torch.empty(3), torch.empty(2)
+    turns = [
+        comm.rotate(first, torch.full((3,), float(mesh.rank)), mesh.dp),
+        comm.rotate(second, torch.full((2,), -1.0), mesh.dp),
+    ]
+    for turn in turns:
+        turn.wait()
+    return first.tolist(), second.tolist(), counter.bytes["send", "dp"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_turn_takes_from_the_rank_before(n):
+    for rank, found in enumerate(run_ranks(n, _rotate)):
+        assert found == ([float((rank - 1) % n)] * 3, [-1.0] * 2, 20 if n > 1 else 0)
+
+
 def _rank_one_fails(mesh, comm):
     if mesh.rank == 1:
         raise RuntimeError("planted")

@@ -249,6 +249,19 @@ def test_chunks_of_keys_merge_to_the_whole(backend, dtype):
         torch.testing.assert_close(torch.cat([found[0][i], found[1][i]], 2), expected[i], **tolerance)
 
 
+@with_dtypes(WITH_LSE)
+def test_a_chunk_of_packed_rows_is_the_attention_of_packed_rows(backend, dtype):
+    numbers, inputs = numbers_of(*LENGTHS), draw(12, 12, 16, dtype, rows=4)
+    out, lse = attention_with_lse(*inputs, Documents(numbers), backend=backend)
+    grad, scale = upstream(out), 16**-0.5
+    with torch.no_grad():
+        chunk, chunk_lse = flash_forward(*inputs, True, scale, Documents(numbers), backend)
+        assert torch.equal(chunk, out) and torch.equal(chunk_lse, lse)
+        found = flash_backward(grad, *inputs, out, lse, True, scale, Documents(numbers), backend)
+    for ours, theirs in zip(found, torch.autograd.grad(out, inputs, grad)):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["fa2", "torch_flash"])
 def test_dropout_takes_the_generators_state_to_backward(name, monkeypatch):
     flash_fakes.install(monkeypatch, name)

@@ -138,25 +138,27 @@ def flash_forward(
     v_BKSH: Tensor,
     causal: bool,
     scale: float,
-    mask_B1TS: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out_BNTH, lse_BNT) of these keys alone, outside autograd: a chunk of ring attention (arXiv:2310.01889).
 
-    Chunks over different keys merge by their lse. `mask_B1TS` (bool) replaces `causal`. Raises ConfigError as `attention`.
+    Chunks over different keys merge by their lse. `mask` (a bool mask_B1TS, or documents of packed rows) replaces `causal`.
+    Raises ConfigError as `attention`.
     """
     queries, keys = q_BNTH.size(2), k_BKSH.size(2)
-    blind = _blind(mask_B1TS, causal, queries, keys)
+    blind = _blind(mask, causal, queries, keys)
     if blind:
         out, lse = flash_forward(q_BNTH[:, :, blind:], k_BKSH, v_BKSH, causal, scale, None, backend)
         return F.pad(out, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-torch.inf)
     with torch.no_grad():
-        kernel, kind, seen = _chunk_kernel(q_BNTH, keys, causal, mask_B1TS, backend)
+        kernel, kind, seen = _chunk_kernel(q_BNTH, keys, causal, mask, backend)
         if kernel == "math":
             return math_forward(q_BNTH, k_BKSH, v_BKSH, seen, scale)
         if seen is not None:
             return cpu.forward(q_BNTH, k_BKSH, v_BKSH, False, scale, seen)
-        return flash_attention(q_BNTH, k_BKSH, v_BKSH, None, 0, kind != "full", scale, 0.0, kernel)[:2]
+        documents, longest = _packed(mask, kernel, q_BNTH.device)
+        return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, kind != "full", scale, 0.0, kernel)[:2]
 
 
 def flash_backward(
@@ -168,7 +170,7 @@ def flash_backward(
     lse_BNT: Tensor,
     causal: bool,
     scale: float,
-    mask_B1TS: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through these keys, given `out` and `lse` over *all* keys of each query.
@@ -176,28 +178,31 @@ def flash_backward(
     The gradients of q of all chunks add up to the whole; those of k and v are whole at once.
     """
     queries, keys = q_BNTH.size(2), k_BKSH.size(2)
-    blind = _blind(mask_B1TS, causal, queries, keys)
+    blind = _blind(mask, causal, queries, keys)
     if blind:
         grad, q, out, lse = (x[:, :, blind:] for x in (grad_BNTH, q_BNTH, out_BNTH, lse_BNT))
         grad_q, grad_k, grad_v = flash_backward(grad, q, k_BKSH, v_BKSH, out, lse, causal, scale, None, backend)
         return F.pad(grad_q, (0, 0, blind, 0)), grad_k, grad_v
     given = (grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT)
     with torch.no_grad():
-        kernel, kind, seen = _chunk_kernel(q_BNTH, keys, causal, mask_B1TS, backend)
+        kernel, kind, seen = _chunk_kernel(q_BNTH, keys, causal, mask, backend)
         if kernel == "math":
             return math_backward(*given, seen, scale)
         if seen is not None:
             return cpu.backward(*given, False, scale, seen)
         none = q_BNTH.new_zeros(0, dtype=torch.int64)
-        return flash_attention_backward(*given, none, None, 0, kind != "full", scale, 0.0, kernel)
+        documents, longest = _packed(mask, kernel, q_BNTH.device)
+        return flash_attention_backward(*given, none, documents, longest, kind != "full", scale, 0.0, kernel)
 
 
-def _blind(mask: Tensor | None, causal: bool, queries: int, keys: int) -> int:
+def _blind(mask: Tensor | Documents | None, causal: bool, queries: int, keys: int) -> int:
     """How many of the first queries see no key, where that is not all of them."""
     return queries - keys if causal and mask is None and queries > keys > 0 else 0
 
 
-def _chunk_kernel(q_BNTH: Tensor, keys: int, causal: bool, mask: Tensor | None, backend: str) -> tuple[str, str, Tensor | None]:
+def _chunk_kernel(
+    q_BNTH: Tensor, keys: int, causal: bool, mask: Tensor | Documents | None, backend: str
+) -> tuple[str, str, Tensor | None]:
     """(kernel, kind, mask where the kernel needs one)."""
     queries = q_BNTH.size(2)
     kind = _kind(mask, causal, queries, keys)

@@ -112,7 +112,7 @@ class Transformer(nn.Module):
         if part.first == 0:
             x_BTD = self.embed(tokens_BT)
             if self.positions is not None:
-                x_BTD = x_BTD + self.positions(positions_BT)
+                x_BTD = x_BTD + self.positions(positions_BT.expand_as(tokens_BT))
             x_BTD = self.dropout(x_BTD)
         assert x_BTD is not None, "only the first part of a model begins with tokens"
         context = self.context(tokens_BT, positions_BT, documents_BT, x_BTD.dtype)

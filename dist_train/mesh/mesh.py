@@ -58,8 +58,8 @@ class ParallelMesh:
 
     @property
     def speaks(self) -> bool:
-        """True on the one rank of those that work on the same tokens that has their loss, and counts them."""
-        return self.tp.index == 0 and self.pp.index == self.pp.size - 1
+        """True on one rank of those that work on the same tokens: the one that counts them where all ranks add up."""
+        return self.tp.index == self.pp.index == 0
 
     @property
     def stream(self) -> int:

@@ -10,6 +10,7 @@ queue; the second computes those and hands all of them to the engine (arXiv:2401
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -56,10 +57,11 @@ class Trains(Protocol):
 
 
 class WeightQueue(Protocol):
-    """Products for weights' gradients that backward left for later (`tensor.deferred`)."""
+    """Products for weights' gradients that backward left for later (`tensor.WeightGradients`): first left, first taken."""
 
-    def take(self) -> Iterable[tuple[nn.Parameter, Callable[[], Tensor]]]:
-        """What was left since the last call."""
+    def __len__(self) -> int: ...
+
+    def take(self, count: int | None = None) -> Iterable[tuple[nn.Parameter, Tensor]]: ...
 
 
 @dataclass
@@ -68,7 +70,8 @@ class _Kept:
 
     source: Tensor | None
     output: Tensor | None
-    gradients: list[tuple[nn.Parameter, Callable[[], Tensor]]] = field(default_factory=list)
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    products: int = 0  # in the queue
 
 
 class Executor:
@@ -94,8 +97,8 @@ class Executor:
         self._parameters = [list(dict.fromkeys(p for unit in units for p in unit.parameters())) for units in parts]
 
     def train(self, micro_batches: Sequence[Micro], scale: float, z_loss: float) -> Tensor:
-        """Forward and backward of a step's micro-batches, each objective times `scale`. Their cross entropy, a scalar in fp64;
-        zero where the last stage is not."""
+        """Forward and backward of a step's micro-batches, each objective times `scale`. Their cross entropy, a scalar in fp64,
+        on one of the ranks that work on them; zero on the others."""
         return _Pass(self, self._schedule(len(micro_batches), True), micro_batches, scale, z_loss).run()
 
     @torch.no_grad()
@@ -214,7 +217,8 @@ class _Pass:
         output = self.x.model(*inputs, labels_BT=labels_BT, z_loss=self.z_loss, cut=action.chunk, x_BTD=source)
         if ends:
             objective, entropy = output
-            self.entropy += entropy
+            if self.x.mesh.tp.index == 0:
+                self.entropy += entropy
             output = objective * self.scale
         if training:
             self.kept[action.chunk, action.microbatch] = _Kept(source, output)
@@ -232,27 +236,24 @@ class _Pass:
         kept, queue = self.kept[action.chunk, action.microbatch], self.x._queue
         assert queue is not None and kept.output is not None, "a schedule with backward in halves needs a queue"
         params = [param for param in self.x._parameters[action.chunk] if param.requires_grad]
-        sources = [] if kept.source is None else [kept.source]
+        sources, before = [] if kept.source is None else [kept.source], len(queue)
         found = self.engine.input_gradients(kept.output, gradient, [*sources, *params])
         at_once = zip(params, found[len(sources) :], strict=True)
-        kept.gradients = [(param, _given(value)) for param, value in at_once if value is not None]
-        kept.gradients += queue.take()
-        kept.output = None  # the graph is done with
+        kept.gradients = [(param, gradient) for param, gradient in at_once if gradient is not None]
+        kept.products, kept.output = len(queue) - before, None  # the graph is done with
         return found[0] if sources else None
 
     def backward_weight(self, action: Action, _: Tensor | None) -> None:
-        kept = self.kept.pop((action.chunk, action.microbatch))
+        kept, queue = self.kept.pop((action.chunk, action.microbatch)), self.x._queue
+        assert queue is not None
         sums: dict[nn.Parameter, Tensor] = {}
-        for param, compute in kept.gradients:
-            sums[param] = sums[param] + compute() if param in sums else compute()
+        # (A rank's second halves come in the order of its first ones.)
+        for param, gradient in itertools.chain(kept.gradients, queue.take(kept.products)):
+            sums[param] = sums[param] + gradient if param in sums else gradient
         self.engine.backward(list(sums), self.is_last(action), list(sums.values()), action.chunk)
 
     def is_last(self, action: Action) -> bool:
         return action.microbatch == len(self.micro_batches) - 1
-
-
-def _given(value: Tensor) -> Callable[[], Tensor]:
-    return lambda: value
 
 
 class Stopwatch:

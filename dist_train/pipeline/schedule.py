@@ -94,6 +94,11 @@ class Schedule:
         return SCHEDULES[self.name]
 
     @property
+    def splits(self) -> bool:
+        """Whether backward comes in two halves."""
+        return self.ranks > 1 and self._recipe.splits
+
+    @property
     def stages(self) -> int:
         return self.ranks * self.chunks
 

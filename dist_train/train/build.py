@@ -30,6 +30,7 @@ from dist_train.pipeline.executor import Executor
 from dist_train.pipeline.schedule import Schedule
 from dist_train.pipeline.stage import cuts_of, part_of, stage_layers, tie_ends
 from dist_train.remat.policy import apply_remat
+from dist_train.tensor import WeightGradients, apply_tensor_plan, defer_weight_gradients, stream_shape
 from dist_train.train.requests import Requests
 from dist_train.train.resume import Start, began_at, order, restore
 from dist_train.train.state import TrainState
@@ -107,13 +108,15 @@ def build_parallel_model(config: Config, mesh: ParallelMesh, comm: Collectives) 
     native = config.shard.engine == "native"  # ours fills parameters bucket by bucket, so the whole model is never there
     model = empty_model(config, cuts=cuts) if native else build_model(config).to(mesh.device)
     apply_context(model, mesh.cp, config.context, comm)
+    apply_tensor_plan(model, mesh.tp, config.mesh.sequence, comm)
     tie_ends(model)
+    queue = WeightGradients() if once.splits else None
+    if queue is not None:
+        defer_weight_gradients(model, queue)
     apply_remat(model, config.remat)
-
-    def stream(rows: int, tokens: int) -> tuple[int, ...]:
-        return rows, tokens, config.model.hidden
-
-    return model, lambda engine: Executor(model, engine, mesh, comm, schedule, stream, DTYPES[config.precision.compute])
+    stream = partial(stream_shape, hidden=config.model.hidden, group=mesh.tp, sequence=config.mesh.sequence)
+    dtype = DTYPES[config.precision.compute]
+    return model, lambda engine: Executor(model, engine, mesh, comm, schedule, stream, dtype, queue)
 
 
 def _schedule(config: Config, mesh: ParallelMesh, microbatches: int, training: bool) -> Schedule:

@@ -35,11 +35,9 @@ def evaluate(run: Run) -> Evaluation | None:
             if stop > 0:
                 return None
             sums[0] += run.executor.evaluate([micro.to(run.mesh.device) for micro in micro_batches])
-            sums[1] += sum(micro.live_tokens for micro in micro_batches)
+            sums[1] += sum(micro.live_tokens for micro in micro_batches) if run.mesh.speaks else 0
     finally:
         run.model.train()
-    if not run.mesh.speaks:
-        sums.zero_()
     run.comm.all_reduce(sums, run.mesh.world).wait()
     total, tokens = sums.tolist()
     loss = total / tokens if tokens else float("nan")

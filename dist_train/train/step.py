@@ -40,11 +40,10 @@ def train_step(run: Run) -> StepFacts:
     micro_batches = [split_micro_batch(rows, run.mesh.cp) for rows in run.batches.at(state.samples)]
     entropy = run.executor.train([micro.to(run.mesh.device) for micro in micro_batches], scale, config.train.z_loss)
     live = sum(micro.live_tokens for micro in micro_batches)
-    counts = (entropy, live) if run.mesh.speaks else (0.0, 0.0)
 
     asked = run.requests.poll()
     update = state.step + 1 not in run.skipped_steps
-    report = engine.step(lr, weight=live * scale, sums=(*counts, asked.stop, asked.save), update=update)
+    report = engine.step(lr, weight=live * scale, sums=(entropy, live if run.mesh.speaks else 0, asked.stop, asked.save), update=update)
 
     total_loss, total_live, stop, save = report.sums.tolist()  # the one read of the device in a step
     skipped = bool(report.skipped)

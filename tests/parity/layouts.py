@@ -73,7 +73,7 @@ def train(pool, comm, config: Config, steps: int, first: int = 0, state=None):
         micro = [split_micro_batch(part(batch, s, s + t.micro_batch), mesh.cp) for s in starts]
         entropy = executor.train(micro, scale, t.z_loss)
         live = sum(m.live_tokens for m in micro)
-        report = engine.step(weight=live * scale, sums=(entropy, live) if mesh.speaks else (0.0, 0.0))
+        report = engine.step(weight=live * scale, sums=(entropy, live if mesh.speaks else 0))
         log.append((float(report.sums[0] / report.sums[1]), float(report.grad_norm), bool(report.skipped)))
     whole = gathered(engine, mesh, comm)
     return log, whole if mesh.is_main else None

@@ -294,11 +294,11 @@ def _traffic(mesh, comm, micro):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_traffic_is_one_all_reduce_of_the_parameters_and_one_of_scalars(ranks, micro):
     for per_step, padded, sizes, buckets in run_ranks(ranks, _traffic, micro):
-        assert set(per_step) == {"all_reduce/dp"}
-        assert per_step["all_reduce/dp"]["calls"] == buckets + 1
-        scalars = 3 * 8 * 2 * (ranks - 1) / ranks  # sum of squares, weight, parameters without a gradient: fp64
-        sent = per_step["all_reduce/dp"]["bytes"] - scalars
-        assert sent == pytest.approx(2 * 4 * padded * (ranks - 1) / ranks, abs=buckets)
+        assert set(per_step) == {"all_reduce/dp", "all_reduce/world"}
+        assert per_step["all_reduce/dp"]["calls"] == buckets and per_step["all_reduce/world"]["calls"] == 1
+        # Sum of squares, weight, parameters without a gradient: fp64.
+        assert per_step["all_reduce/world"]["bytes"] == pytest.approx(3 * 8 * 2 * (ranks - 1) / ranks, abs=1)
+        assert per_step["all_reduce/dp"]["bytes"] == pytest.approx(2 * 4 * padded * (ranks - 1) / ranks, abs=buckets)
         assert sum(sizes) <= padded <= sum(sizes) + 63 * len(sizes) + buckets * ranks * 64
 
 

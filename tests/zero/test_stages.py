@@ -257,7 +257,7 @@ def test_replicas_shard_inside_a_run_and_sum_across_runs(stage):
         assert traffic["reduce_scatter/shard"]["bytes"] == 4 * padded / 2
         assert traffic["all_gather/shard"]["bytes"] == gathers * 4 * padded / 2
         assert traffic["all_reduce/replica"]["bytes"] == 4 * padded / 2  # 2(R-1)/R of the slice
-        assert "all_reduce/shard" not in traffic and traffic["all_reduce/dp"]["calls"] == 1
+        assert "all_reduce/shard" not in traffic and traffic["all_reduce/world"]["calls"] == 1
 
 
 class Skips(nn.Module):

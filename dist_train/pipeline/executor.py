@@ -90,8 +90,9 @@ class Executor:
     ) -> None:
         """`schedule(microbatches, training)`: what to run. `queue`: where backward leaves products, if the schedule splits it."""
         self.model, self.engine, self.mesh, self.comm = model, engine, mesh, comm
-        self._schedule, self._stream, self._dtype, self._queue = schedule, stream, dtype, queue
-        self.watch = Stopwatch(mesh.device)
+        self.schedule, self._stream, self._dtype, self._queue = schedule, stream, dtype, queue
+        self.watch, self._step = Stopwatch(mesh.device), Stopwatch(mesh.device)
+        self.busy_seconds = self.step_seconds = 0.0  # of all steps but the newest: how long this rank computed, and in all
         self._ends = [cut.last == model.config.layers for cut in model.cuts]
         parts = [units_of(model, cut) for cut in model.cuts]
         self._parameters = [list(dict.fromkeys(p for unit in units for p in unit.parameters())) for units in parts]
@@ -99,12 +100,23 @@ class Executor:
     def train(self, micro_batches: Sequence[Micro], scale: float, z_loss: float) -> Tensor:
         """Forward and backward of a step's micro-batches, each objective times `scale`. Their cross entropy, a scalar in fp64,
         on one of the ranks that work on them; zero on the others."""
-        return _Pass(self, self._schedule(len(micro_batches), True), micro_batches, scale, z_loss).run()
+        self.read_clocks()
+        with self._step:
+            return _Pass(self, self.schedule(len(micro_batches), True), micro_batches, scale, z_loss).run()
+
+    def read_clocks(self) -> None:
+        """Add the newest step to `busy_seconds` and `step_seconds`; cheap once it is done."""
+        self.busy_seconds += self.watch.take()
+        self.step_seconds += self._step.take()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Micro]) -> Tensor:
         """The cross entropy of micro-batches, as `train`, without gradients."""
-        return _Pass(self, self._schedule(len(micro_batches), False), micro_batches, 1.0, 0.0).run()
+        self.read_clocks()
+        try:
+            return _Pass(self, self.schedule(len(micro_batches), False), micro_batches, 1.0, 0.0).run()
+        finally:
+            self.watch.take()
 
     @torch.no_grad()
     def logits(
@@ -115,7 +127,7 @@ class Executor:
         caches: Sequence[LayerCache] | None = None,
     ) -> Tensor:
         """logits_BTV on every rank, of tokens that every rank has; called on all of them."""
-        schedule, here = self._schedule(1, False), self.mesh.pp.index
+        schedule, here = self.schedule(1, False), self.mesh.pp.index
         x: Tensor | None = None
         for stage in range(schedule.stages):
             rank, chunk = schedule.place_of(stage)

@@ -7,10 +7,13 @@ import time
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from dist_train.data.show import render_rows
 from dist_train.model.flops import flops_per_token, parameter_count
 from dist_train.observe.flops import peak_flops
 from dist_train.observe.memory import peak_bytes
+from dist_train.pipeline.timeline import ideal_bubble
 from dist_train.train.build import Run, save_checkpoint
 from dist_train.train.evaluate import evaluate, sample_text
 from dist_train.train.start_checks import prove_isolation
@@ -140,6 +143,7 @@ class Loop:
             "parameters": parameter_count(r.config.model),
             "tokens": r.state.tokens,
             "live_tokens": r.state.live_tokens,
+            "pipeline": self._pipeline(),
             "comm": r.traffic.per_step(r.state.step - self.first_step),
             "memory": {
                 "predicted": r.engine.predicted_bytes(),
@@ -150,6 +154,17 @@ class Loop:
             "measured_steps": [self.first_step + 1, r.state.step],  # those that comm and seconds are of: the last process's
             "run_dir": str(r.run_dir),
         }
+
+    def _pipeline(self) -> dict[str, Any]:
+        """The schedule and its bubble: the share of all ranks' time in which they did not compute. Collective."""
+        r = self.r
+        r.executor.read_clocks()
+        times = torch.tensor([r.executor.busy_seconds, r.executor.step_seconds], dtype=torch.float64, device=r.mesh.device)
+        r.comm.all_reduce(times, r.mesh.world).wait()
+        busy, elapsed = times.tolist()
+        schedule = r.executor.schedule(len(r.batches), True)
+        measured = 1 - busy / elapsed if elapsed else 0.0
+        return {"schedule": schedule.name, "bubble": measured, "bubble_by_formula": ideal_bubble(schedule)}
 
 
 class _GcOff:

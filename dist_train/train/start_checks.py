@@ -18,7 +18,8 @@ Logits = Callable[[Tensor, Tensor, Tensor], Tensor]  # of tokens, positions and 
 def prove_isolation(model: nn.Module, logits: Logits, row_T: Tensor, vocab: int) -> None:
     """Cut a row in two documents, change the first, and require that the second's logits do not move by one bit.
 
-    `logits` runs the model. Raises IsolationError. Resetting positions alone does not isolate documents; attention must be kept apart too.
+    `logits` runs the model. Raises IsolationError. Resetting positions alone does not isolate documents; attention must be kept
+    apart too.
     """
     length, cut = row_T.numel(), row_T.numel() // 2
     documents_BT = (torch.arange(length, device=row_T.device) >= cut).to(torch.int32)[None]

@@ -43,7 +43,9 @@ def train_step(run: Run) -> StepFacts:
 
     asked = run.requests.poll()
     update = state.step + 1 not in run.skipped_steps
-    report = engine.step(lr, weight=live * scale, sums=(entropy, live if run.mesh.speaks else 0, asked.stop, asked.save), update=update)
+    report = engine.step(
+        lr, weight=live * scale, sums=(entropy, live if run.mesh.speaks else 0, asked.stop, asked.save), update=update
+    )
 
     total_loss, total_live, stop, save = report.sums.tolist()  # the one read of the device in a step
     skipped = bool(report.skipped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 from dataclasses import replace
 from functools import cache
@@ -74,9 +76,23 @@ def train(pool, comm, config: Config, steps: int, first: int = 0, state=None):
         entropy = executor.train(micro, scale, t.z_loss)
         live = sum(m.live_tokens for m in micro)
         report = engine.step(weight=live * scale, sums=(entropy, live if mesh.speaks else 0))
+        require_equal_copies(engine, mesh, comm)
         log.append((float(report.sums[0] / report.sums[1]), float(report.grad_norm), bool(report.skipped)))
     whole = gathered(engine, mesh, comm)
     return log, whole if mesh.is_main else None
+
+
+def require_equal_copies(engine, mesh, comm) -> None:
+    """What several ranks hold of the model is the same bits on all of them."""
+    held = [(p.name, p.offset, tuple(p.tensor.shape), digest(p.tensor)) for p in engine.pieces() if p.name.startswith("model/")]
+    engine.put_away()
+    seen = {}
+    for name, offset, shape, bits in itertools.chain(*comm.all_gather_object(held, mesh.world)):
+        assert seen.setdefault((name, offset, shape), bits) == bits, f"copies of {name} differ"
+
+
+def digest(x: torch.Tensor) -> bytes:
+    return hashlib.sha256(x.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def fill(engine, state) -> None:
@@ -125,8 +141,16 @@ def alone(steps: int, *overrides: str):
 
 def worst(log, weights, exact_log, exact) -> float:
     """Largest relative error of any loss, norm and parameter (of its largest element)."""
-    assert weights.keys() == exact.keys()
+    assert weights.keys() == exact.keys() and not any(skipped for *_, skipped in log)
     errors = [abs(a - b) / b for row, sure in zip(log, exact_log, strict=True) for a, b in zip(row[:2], sure, strict=True)]
     errors += [float((weights[n] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for n, v in exact.items()]
     assert not any(math.isnan(error) for error in errors)
     return max(errors)
+
+
+def distance(log, weights, exact_log, exact) -> float:
+    """Euclidean distance of all losses, norms and parameters, each relative to the size of its kind."""
+    assert weights.keys() == exact.keys()
+    square = sum((a - b) ** 2 for row, sure in zip(log, exact_log, strict=True) for a, b in zip(row[:2], sure, strict=True))
+    moved = sum(float((weights[n] - v).double().square().sum()) for n, v in exact.items())
+    return math.sqrt(square / len(log) + moved)

@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": ("dist_train.cli.launch", "start any script on several ranks"),
     "data": ("dist_train.cli.data", "prepare token files ahead of a run"),
     "check": ("dist_train.cli.check", "show what a configuration holds before it runs"),
+    "plan": ("dist_train.cli.plan", "show a pipeline's bubble and memory before it runs, and draw its timeline"),
     "doctor": ("dist_train.cli.doctor", "show versions, devices and which kernels run here, and why"),
     "generate": ("dist_train.cli.generate", "write text from a trained run"),
 }

@@ -13,7 +13,7 @@ BUILT = pytest.mark.skipif(not library.loaded, reason=library.missing)
 @BUILT
 def test_the_operators_of_the_library_are_those_that_the_package_calls():
     found = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("dist_train::")}
-    kernels = found - {"flash_attention", "flash_attention_backward"}  # written in Python
+    kernels = {name for name in found if not name.startswith("flash_")}  # those are written in Python
     assert library.OPERATORS == {name: library._arguments(name) for name in kernels}
 
 

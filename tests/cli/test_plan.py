@@ -9,6 +9,7 @@ import pytest
 from dist_train.cli import plan
 from dist_train.cli.main import main
 from dist_train.config.compose import compose
+from dist_train.model.flops import head_in_blocks
 from dist_train.pipeline import Schedule, ideal_bubble, simulate
 
 
@@ -49,6 +50,9 @@ def test_stages_cost_what_their_blocks_cost(capsys):
     assert [cost.forward for cost in costs] == pytest.approx([0.5, 1.0, 1.0, 1.5], rel=1e-4)
     assert all(cost.backward == pytest.approx(2 * cost.forward) and cost.transfer == 0.25 for cost in costs)
     assert simulate(chosen, costs).bubble > ideal_bubble(chosen) + 0.1
+    even = plan.stage_costs(compose(GIVEN), chosen, 0.0)  # eight blocks, and the head on the last stage
+    head = head_in_blocks(compose(GIVEN).model)
+    assert [each.forward * (8 + head) / 4 for each in even] == pytest.approx([2, 2, 3, 1 + head])
 
 
 def test_the_timeline_is_written(capsys, tmp_path):

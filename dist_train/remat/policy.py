@@ -10,6 +10,8 @@ bit of every gradient, are those of "none".
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dist_train.config.compose import ConfigError
 from dist_train.ops.attention.op import flash_attention
+from dist_train.ops.kept import Keeper
 
 POLICIES = ("none", "selective", "full")
 
@@ -58,7 +61,14 @@ def _recomputed(forward: Any, selective: bool, *args: Any, **kwargs: Any) -> Any
 
 
 def _contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_choose)
+    operations, keeper = create_selective_checkpoint_contexts(_choose), Keeper()
+    return _both(operations[0], keeper.keeping()), _both(operations[1], keeper.giving())
+
+
+@contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

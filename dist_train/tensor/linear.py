@@ -13,6 +13,7 @@ Collectives travel while products that do not need them are computed:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.mesh.mesh import Group
 from dist_train.model.fan_out import FanOut
+from dist_train.ops.kept import kept
 from dist_train.tensor.deferred import WeightGradients, deliver
 from dist_train.tensor.stream import own_tokens
 
@@ -78,6 +80,17 @@ class RowLinear(SharedLayer):
         """The output in the shape of the input, or (n, D), split along tokens."""
         return _Row.apply(self, x_BTF, self.weight, self.bias)
 
+    def addend(self, x_BTF: Tensor) -> Tensor:
+        """What this rank adds to the sum: (M, D), with zeros for the padding. No gradient."""
+        x_MF = _line(x_BTF)
+        tokens = x_MF.size(0)
+        padded = own_tokens(tokens, self.group) * self.group.size if self.sequence else tokens
+        addend_MD = x_MF.new_empty(padded, self.weight.size(0))
+        # Of the bias there is one in the sum: that of the first rank.
+        _multiply(x_MF, self.weight, self.bias if self.group.index == 0 else None, addend_MD[:tokens])
+        addend_MD[tokens:].zero_()
+        return addend_MD
+
 
 def fan_out(layer: SharedLayer, x_BTD: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
     return _FanOut.apply(layer, x_BTD, *weights, *biases)
@@ -89,17 +102,21 @@ class _FanOut(torch.autograd.Function):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.layer, ctx.parameters = layer, parameters
         ctx.save_for_backward(x_BTD, *weights)
-        x_ND = _line(x_BTD)
+        outputs = kept(lambda: _FanOut.outputs(layer, _line(x_BTD), weights, biases))
+        return tuple(outputs if layer.sequence else (y.view(*x_BTD.shape[:-1], -1) for y in outputs))
+
+    @staticmethod
+    def outputs(layer: SharedLayer, x_ND: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         all_MD, arriving = layer.gather(x_ND)
         own, others = layer.runs(all_MD.size(0), x_ND.size(0))
-        outputs = [x_ND.new_empty(all_MD.size(0), weight.size(0)) for weight in weights]
-        for output, weight, bias in zip(outputs, weights, biases, strict=True):
+        found = [x_ND.new_empty(all_MD.size(0), weight.size(0)) for weight in weights]
+        for output, weight, bias in zip(found, weights, biases, strict=True):
             _multiply(x_ND, weight, bias, output[own])
         arriving.wait()
         for run in others:
-            for output, weight, bias in zip(outputs, weights, biases, strict=True):
+            for output, weight, bias in zip(found, weights, biases, strict=True):
                 _multiply(all_MD[run], weight, bias, output[run])
-        return tuple(outputs if layer.sequence else (y.view(*x_BTD.shape[:-1], -1) for y in outputs))
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -127,16 +144,14 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, layer: RowLinear, x_BTF: Tensor, weight_DF: Tensor, bias_D: Tensor | None) -> Tensor:
         ctx.layer, ctx.parameters = layer, (weight_DF, bias_D)
         ctx.save_for_backward(x_BTF, weight_DF)
-        x_MF = _line(x_BTF)
-        tokens = x_MF.size(0)
-        padded = own_tokens(tokens, layer.group) * layer.group.size if layer.sequence else tokens
-        product_MD = x_MF.new_empty(padded, weight_DF.size(0))
-        # Of the bias there is one, in the sum over ranks: that of the first.
-        _multiply(x_MF, weight_DF, bias_D if layer.group.index == 0 else None, product_MD[:tokens])
-        product_MD[tokens:].zero_()
-        y_ND, travelling = layer.sum(product_MD)
-        travelling.wait()
+        (y_ND,) = kept(lambda: _Row.output(layer, x_BTF))
         return y_ND if layer.sequence else y_ND.view(*x_BTF.shape[:-1], -1)
+
+    @staticmethod
+    def output(layer: RowLinear, x_BTF: Tensor) -> list[Tensor]:
+        y_ND, travelling = layer.sum(layer.addend(x_BTF))
+        travelling.wait()
+        return [y_ND]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -19,6 +19,7 @@ from dist_train.comm.differentiable import gather_features, sum_to_copies, sum_t
 from dist_train.mesh.mesh import Group
 from dist_train.model.transformer import Head
 from dist_train.ops.cross_entropy import IGNORED, row_gradient, row_terms
+from dist_train.ops.native import is_native
 from dist_train.tensor.linear import SharedLayer, fan_out
 from dist_train.tensor.stream import own_run, pad_line
 
@@ -43,16 +44,22 @@ class VocabularyEmbedding(SharedLayer):
 
     def __init__(self, embed: nn.Embedding, vocab: int, group: Group, comm: Collectives, sequence: bool) -> None:
         super().__init__(group, comm, sequence)
-        self.weight, self.part = embed.weight, vocabulary_parts(vocab, group)[group.index]
+        self.weight, self.vocab, self.part = embed.weight, vocab, vocabulary_parts(vocab, group)[group.index]
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """x_BTD, or x_nD of this rank's tokens."""
+        over_ranks = sum_to_tokens if self.sequence else sum_to_copies
+        return over_ranks(self.addend(tokens_BT), self.group, self.comm)
+
+    def addend(self, tokens_BT: Tensor) -> Tensor:
+        """What this rank adds to the sum, in the shape of the stream or for all tokens in a line."""
+        fine = ((tokens_BT >= 0) & (tokens_BT < self.vocab)).all()
+        torch._assert_async(fine, f"a token is out of bounds for a vocabulary of {self.vocab}")
         tokens = pad_line(tokens_BT.flatten(), self.group, _NOWHERE) if self.sequence else tokens_BT
         here = (tokens >= self.part.start) & (tokens < self.part.stop)
         # A row for a token that is not here is looked up too, and counts for nothing: the shapes do not depend on values.
         found = F.embedding((tokens - self.part.start).where(here, 0), self.weight)
-        found = found.where(here[..., None], 0.0)
-        return sum_to_tokens(found, self.group, self.comm) if self.sequence else sum_to_copies(found, self.group, self.comm)
+        return found.where(here[..., None], 0.0)
 
 
 class OwnPositions(nn.Module):
@@ -101,8 +108,10 @@ class _Loss:
 
     def __init__(self, layer: VocabularyHead, x_ND: Tensor, weight_UD: Tensor, labels_N: Tensor, z_loss: float) -> None:
         self.layer, self.x_ND, self.z_loss = layer, x_ND, z_loss
-        self.weight_UD = weight_UD.to(x_ND.dtype)
         self.wide = torch.promote_types(x_ND.dtype, torch.float32)
+        # A CPU that does not multiply 16 bits itself gets the same numbers in fp32, as in ops/linear_cross_entropy.
+        self.dtype = x_ND.dtype if x_ND.device.type != "cpu" or is_native(x_ND.dtype) else self.wide
+        self.weight_UD = weight_UD.to(x_ND.dtype).to(self.dtype)
         self.ranks = layer.group.size if layer.sequence else 1  # that have different tokens
         self.labels_RN = (pad_line(labels_N, layer.group, IGNORED) if layer.sequence else labels_N).view(self.ranks, -1)
         self.objective, self.entropy = (x_ND.new_zeros((), dtype=self.wide) for _ in range(2))
@@ -115,7 +124,7 @@ class _Loss:
         count = self.x_ND.size(0)
         step = max(1, self._tokens() // self.ranks)
         runs = [slice(start, min(start + step, count)) for start in range(0, count, step)]
-        memory = [self.x_ND.new_empty(min(step, count) * self.ranks, self.weight_UD.size(0)) for _ in runs[:2]]
+        memory = [self.weight_UD.new_empty(min(step, count) * self.ranks, self.weight_UD.size(0)) for _ in runs[:2]]
         arriving = self._gather(runs[0])
         waiting: _Chunk | None = None
         finish: Callable[[], None] | None = None
@@ -124,7 +133,7 @@ class _Loss:
             handle.wait()
             if number + 1 < len(runs):
                 arriving = self._gather(runs[number + 1])
-            chunk = self._multiply(run, hidden_CD, memory[number % 2])
+            chunk = self._multiply(run, hidden_CD.to(self.dtype), memory[number % 2])
             if waiting is not None:
                 finish = self._finish(waiting, finish)
             waiting = chunk
@@ -168,7 +177,7 @@ class _Loss:
         slope_CU = row_gradient(one, chunk.logits_CU, chunk.labels_C, lse_C, self.z_loss, first, layer.fused, True)
         finish: Callable[[], None] | None = None
         if self.dx_ND is not None:
-            finish = partial(_store, self.dx_ND[chunk.run], *layer.sum(slope_CU @ self.weight_UD))
+            finish = partial(_store, self.dx_ND[chunk.run], *layer.sum((slope_CU @ self.weight_UD).to(self.x_ND.dtype)))
         if self.dweight_UD is not None:
             if self.wide == slope_CU.dtype:
                 self.dweight_UD.addmm_(slope_CU.t(), chunk.hidden_CD)

@@ -24,6 +24,7 @@ from dist_train.mesh.mesh import Group
 from dist_train.model.attention import AttentionCore
 from dist_train.ops.attention import Documents, flash_backward, flash_forward, prepare_documents
 from dist_train.ops.attention.documents import document_runs
+from dist_train.ops.kept import kept
 
 if TYPE_CHECKING:
     from dist_train.model.transformer import Context
@@ -69,8 +70,7 @@ class RingCore(AttentionCore):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, documents: RingDocuments, core: RingCore) -> Tensor:
-        out, lse = _forward(q_BNLH, k_BKLH, v_BKLH, documents, core)
-        out = out.to(q_BNLH.dtype)
+        out, lse = kept(lambda: _forward(q_BNLH, k_BKLH, v_BKLH, documents, core))
         ctx.save_for_backward(q_BNLH, k_BKLH, v_BKLH, out, lse)
         ctx.documents, ctx.core = documents, core
         return out
@@ -81,18 +81,18 @@ class _Ring(torch.autograd.Function):
         return *_backward(grad_BNLH, q, k, v, out, lse, ctx.documents, ctx.core), None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, documents: RingDocuments, core: RingCore) -> tuple[Tensor, Tensor]:
-    """(out_BNLH, lse_BNL) in fp32 or wider."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, documents: RingDocuments, core: RingCore) -> list[Tensor]:
+    """[out_BNLH in q's dtype, lse_BNL in fp32 or wider]."""
     scale, travels = q.size(-1) ** -0.5, _Circle(torch.stack((k, v)), core)
     part, lse = flash_forward(q, k, v, True, scale, documents.own, core.backend)
-    out, lse = part.to(lse.dtype, copy=True), lse.clone()  # recompute may have kept what the kernel gave
+    out = part.to(lse.dtype)
     for seen in documents.others:
         k, v = travels.next()
         for rows, queries, keys in seen:
             place = rows, slice(None), queries
             part, part_lse = flash_forward(q[place], k[rows, :, keys], v[rows, :, keys], False, scale, None, core.backend)
             _merge_(out[place], lse[place], part, part_lse)
-    return out, lse
+    return [out.to(q.dtype), lse]
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -105,7 +105,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: RingDocuments, core: RingCore
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. `out` and `lse` are those over all keys, so each part's gradients are whole where it is computed."""
-    scale, kept, travels = q.size(-1) ** -0.5, k.dtype, _Circle(torch.stack((k, v)), core)
+    scale, dtype, travels = q.size(-1) ** -0.5, k.dtype, _Circle(torch.stack((k, v)), core)
     found = flash_backward(grad, q, k, v, out, lse, True, scale, documents.own, core.backend)
     grad_q = found[0].to(lse.dtype, copy=True)
     own = torch.stack(found[1:]).to(lse.dtype)  # waits for what the others add to it
@@ -126,7 +126,7 @@ def _backward(
                 total[rows, :, keys] += one
         handle = core.comm.rotate(arriving, sums, core.group)
     handle.wait()
-    grad_k, grad_v = own.add_(arriving).to(kept)
+    grad_k, grad_v = own.add_(arriving).to(dtype)
     return grad_q.to(q.dtype), grad_k, grad_v
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dist_train.ops.attention import cpu
 from dist_train.ops.attention.documents import Documents, causal_mask
-from dist_train.ops.attention.op import flash_attention, flash_attention_backward
+from dist_train.ops.attention.op import flash_attention, flash_attention_backward, flash_chunk
 from dist_train.ops.attention.reference import math_attention, math_backward, math_forward, repeat_heads
 from dist_train.ops.attention.select import backend_for
 from dist_train.ops.native import is_native
@@ -158,7 +158,7 @@ def flash_forward(
         if seen is not None:
             return cpu.forward(q_BNTH, k_BKSH, v_BKSH, False, scale, seen)
         documents, longest = _packed(mask, kernel, q_BNTH.device)
-        return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, kind != "full", scale, 0.0, kernel)[:2]
+        return flash_chunk(q_BNTH, k_BKSH, v_BKSH, documents, longest, kind != "full", scale, kernel)
 
 
 def flash_backward(

@@ -120,6 +120,34 @@ def _differentiate(ctx: Any, grad_BNTH: Tensor, *_: Any) -> tuple[Tensor | None,
 flash_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
+@torch.library.custom_op(
+    "dist_train::flash_chunk",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, int longest, bool causal, float scale, str kernel)"
+    " -> (Tensor out, Tensor lse)",
+)
+def flash_chunk(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    documents: Tensor | None,
+    longest: int,
+    causal: bool,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attention` of some of the keys, without an autograd of its own.
+
+    An operator apart, so that selective recompute does not keep every part of what is put together from several.
+    """
+    return flash_attention._init_fn(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, 0.0, kernel)[:2]
+
+
+@flash_chunk.register_fake
+def _(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, kernel):  # type: ignore[no-untyped-def]
+    return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, 0.0, kernel)[:2]
+
+
 def _loaded(name: str) -> Kernel:
     kernel = load(name)
     if isinstance(kernel, str):

@@ -18,8 +18,8 @@ train: $(READY) ## train a small language model on two ranks; more with ARGS="tr
 test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
 	.venv/bin/python -m pytest $(ARGS)
 
-test-parity: $(READY) ## all cases of the parity matrix (some minutes); `make test` runs a draw of them
-	PARITY=all .venv/bin/python -m pytest tests/zero/test_parity.py $(ARGS)
+test-parity: $(READY) ## all engines' cases and 600 layouts of the parity matrices (an hour); `make test` runs a draw of them
+	PARITY=all .venv/bin/python -m pytest tests/zero/test_parity.py tests/parity $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .

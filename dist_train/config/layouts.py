@@ -9,6 +9,8 @@ from dist_train.config.schema import Config
 
 # Stages on each pipeline rank that a schedule has; None: any number.
 CHUNKS: dict[str, int | None] = {"gpipe": None, "1f1b": 1, "interleaved": None, "zero_bubble": 1, "zero_bubble_v": 2}
+# The axes over which other people's engines cannot train.
+_PEERS_LACK = {"ddp": ("pp",), "fsdp2": ("pp",), "deepspeed": ("pp", "cp", "tp")}
 # Optimizers that look at more than one element of a parameter at a time.
 _UNDIVIDED = ("adamw8bit", "lamb", "muon")
 
@@ -69,16 +71,13 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _together(config: Config) -> Iterator[Problem]:
     mesh, engine, optim = config.mesh, config.shard.engine, config.optim.name
-    for key in ("pp", "tp"):
-        if getattr(mesh, key) > 1 and engine != "native":
-            rule = f"shard.engine={engine} trains models that are whole on each rank"
+    for key in _PEERS_LACK.get(engine, ()):
+        if getattr(mesh, key) > 1:
+            rule = f"shard.engine={engine} knows nothing of it"
             yield Problem(f"mesh.{key}", getattr(mesh, key), rule, f"set mesh.{key}=1, or shard.engine=native")
     if mesh.tp > 1 and optim in _UNDIVIDED:
         rule = f"mesh.tp={mesh.tp} divides parameters over ranks, and it needs whole ones or whole blocks"
         yield Problem("optim.name", optim, rule, "set mesh.tp=1, or optim=adamw")
-    if mesh.cp > 1 and engine == "deepspeed":
-        rule = "shard.engine=deepspeed knows data ranks only"
-        yield Problem("mesh.cp", mesh.cp, rule, "set mesh.cp=1, or shard.engine=native")
 
 
 def _divides(number: int) -> Callable[[int], bool]:

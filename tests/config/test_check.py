@@ -77,7 +77,8 @@ def test_each_rule_says_value_rule_and_remedy(override, words):
         (["mesh.pp=8"], "mesh.pp=8: times mesh.chunks=1 it makes 8 stages of model.layers=6; set mesh.pp=6"),
         (["mesh.pp=2", "mesh.chunks=2"], "mesh.chunks=2: pipeline=1f1b has exactly 1 on each rank"),
         (["mesh.pp=2", "mesh.stage_layers=[5,2]"], "mesh.stage_layers=[5, 2]: 2 numbers (mesh.pp × mesh.chunks)"),
-        (["mesh.tp=2", "shard.engine=ddp", "mesh.dp=2"], "mesh.tp=2: shard.engine=ddp trains models that are whole"),
+        (["mesh.pp=2", "shard.engine=ddp", "mesh.dp=2"], "mesh.pp=2: shard.engine=ddp knows nothing of it; set mesh.pp=1"),
+        (["mesh.tp=2", "shard.engine=deepspeed", "mesh.dp=2"], "mesh.tp=2: shard.engine=deepspeed knows nothing of it"),
         (["mesh.tp=2", "optim=muon"], "optim.name=muon: mesh.tp=2 divides parameters"),
     ],
 )

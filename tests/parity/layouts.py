@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dist_train.comm.trace import TrafficCounter
 from dist_train.config.schema import Config
 from dist_train.context.split import split_micro_batch
 from dist_train.data.batch import MicroBatch
@@ -56,13 +57,27 @@ def part(batch: MicroBatch, start: int, stop: int) -> MicroBatch:
     return replace(batch, sample_ids=batch.sample_ids[start:stop], **{n: getattr(batch, n)[start:stop] for n in names})
 
 
-def train(pool, comm, config: Config, steps: int, first: int = 0, state=None):
+def shape_of(config: Config) -> MeshShape:
+    return MeshShape(config.mesh.pp, config.mesh.dp, config.mesh.cp, config.mesh.tp)
+
+
+def traffic(pool, comm, config: Config):
+    """Bytes that this rank sends in one step, by collective and axis."""
+    comm.recorder = TrafficCounter()
+    try:
+        train(pool, comm, config, 1)
+        return {name: facts["bytes"] for name, facts in comm.recorder.per_step(1).items()}
+    finally:
+        comm.recorder = None
+
+
+def train(pool, comm, config: Config, steps: int, first: int = 0, state=None, loss_scale: float = 0.0):
     """((loss, norm, skipped) of each step, whole state on the first rank) of a config's layout on a pool of ranks."""
-    mesh = mesh_of(MeshShape(config.mesh.pp, config.mesh.dp, config.mesh.cp, config.mesh.tp), pool)
+    mesh = mesh_of(shape_of(config), pool)
     model, executor_of = build.build_parallel_model(config, mesh, comm)
     engine = build._ENGINES[config.shard.engine](config, model, mesh, comm)
     executor = executor_of(engine)
-    engine.loss_scale = 1024.0 if config.precision.compute == "fp16" else 1.0
+    engine.loss_scale = loss_scale or (1024.0 if config.precision.compute == "fp16" else 1.0)
     torch.manual_seed(mesh.stream)
     if state is not None:
         fill(engine, state)

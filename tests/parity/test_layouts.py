@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -68,7 +68,9 @@ class Case:
 
     def model(self):
         """What one process is told: everything but the layout."""
-        common = ["model.layers=9", "train.global_batch=8", "train.seq_len=13", "train.clip_norm=0.6", "train.z_loss=0.001"]
+        layers = max(2, self.pp * self.chunks)
+        common = [f"model.layers={layers}", "train.seq_len=13", "train.global_batch=4"]
+        common += ["train.clip_norm=0.6", "train.z_loss=0.001"]
         if self.recipe == "llama":
             kv_heads = 4 if self.tp * (self.cp if self.style == "ulysses" else 1) == 4 else 2
             return (*common, "model.tie_embeddings=true", f"model.kv_heads={kv_heads}", "optim.lr=0.5")
@@ -94,7 +96,7 @@ def every_case():
         case = Case(*values)
         idle = (
             (case.pp == 1 and case.schedule != "1f1b")
-            or (case.cp == 1 and case.style == "ulysses")
+            or (case.style == "ulysses" and (case.cp == 1 or case.cp * case.tp > 4))
             or (case.tp == 1 and case.style == "stream")
             or (case.dp * case.cp == 1 and case.stage not in (0, 3))
         )
@@ -104,12 +106,12 @@ def every_case():
 
 
 def draw(least=60):
-    """A few cases that hold every pair of values, then more of them up to `least`."""
+    """Cases that hold every pair of values, then more of them up to `least`."""
     cases, drawn = every_case()[:: 1 + len(every_case()) // 4000], []
     left = {case: {*itertools.combinations([(axis, getattr(case, axis)) for axis in AXES], 2)} for case in cases}
     missing = set().union(*left.values())
     while missing:
-        drawn.append(max(left, key=lambda case: (len(left[case] & missing), -case.ranks)))
+        drawn.append(max(left, key=lambda case: len(left[case] & missing) / (4 + case.ranks**2)))  # many ranks take long
         missing -= left.pop(drawn[-1])
     more = sorted(left, key=lambda case: case.ranks)[:: max(1, len(left) // 400)]
     return sorted(drawn + more[: max(0, least - len(drawn))], key=str)
@@ -129,6 +131,13 @@ def run(case, steps=STEPS):
     return log, {name: value.clone() for name, value in weights(state).items()}
 
 
+@functools.cache
+def one_rank(precision, model):
+    """Losses and weights of a lower precision on one rank."""
+    ((log, state),) = run_ranks(1, layouts.train, layouts.base(*model, "mesh.dp=1", f"precision={precision}"), STEPS)
+    return log, weights(state)
+
+
 def test_a_layout_trains_what_one_process_trains(case):
     exact = layouts.alone(STEPS, *case.model())
     log, state = run(case)
@@ -136,8 +145,7 @@ def test_a_layout_trains_what_one_process_trains(case):
     if case.precision == "fp32":
         assert layouts.worst(log, state, *exact) <= 1e-5
     else:
-        one = replace(case, pp=1, dp=1, cp=1, tp=1, stage=0, schedule="1f1b", micro=2, remat="none", style="ring")
-        assert layouts.distance(log, state, *exact) <= 2 * layouts.distance(*run(one), *exact)
+        assert layouts.distance(log, state, *exact) <= 2 * layouts.distance(*one_rank(case.precision, case.model()), *exact)
 
 
 def test_the_draw_holds_every_value_and_at_least_sixty_layouts():

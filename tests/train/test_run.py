@@ -13,6 +13,7 @@ import torch
 from dist_train import checkpoint
 from dist_train.config.compose import ConfigError, dump
 from dist_train.train.main import train
+from tests.parity.layouts import mesh_of, shape_of
 from tests.ranks import RankFailure, run_ranks
 from tests.toy import toy_config
 
@@ -21,6 +22,7 @@ def _train(mesh, comm, run_dir, overrides, stop_at=None):
     """One run in `run_dir`; `stop_at`: (rank, step) at which that rank gets SIGTERM."""
     run_dir = Path(run_dir)
     config = toy_config(*overrides)
+    mesh = mesh_of(shape_of(config), mesh)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if mesh.is_main:
         (run_dir / "config.yaml").write_text(dump(config))

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
+from dist_train.params.geometry import geometry_of
 from dist_train.zero.engines.peer import PeerEngine, Share, require_ranks
 from dist_train.zero.policy import Precision
 from dist_train.zero.protocol import Optimizer
@@ -43,9 +44,8 @@ class DdpEngine(PeerEngine):
             bucket_cap_mb=bucket_bytes / 2**20,  # type: ignore[arg-type]  # (its MB are MiB, and it takes fractions of them)
             gradient_as_bucket_view=True,
         )
-        shares = [
-            Share(name, param, param.data, tuple(param.shape), (0,) * param.ndim) for name, param in module.named_parameters()
-        ]
+        named = [(geometry_of(name, param), param) for name, param in module.named_parameters()]
+        shares = [Share(geometry.name, param, param.data, (0,) * param.ndim, geometry) for geometry, param in named]
         super().__init__(module, shares, optimizer, mesh, comm or Collectives(), clip_norm)
 
     def _before_backward(self, last: bool) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
+from dist_train.params.geometry import ParamGeometry, geometry_of
 from dist_train.zero.engines.peer import PeerEngine, Share, require_ranks
 from dist_train.zero.policy import Precision
 from dist_train.zero.protocol import Optimizer
@@ -44,6 +45,7 @@ class Fsdp2Engine(PeerEngine):
         for name, param in module.named_parameters():
             if param.ndim == 0:
                 raise ValueError(f"{name}: FSDP2 cannot shard a parameter without dimensions; set shard.engine=native.")
+        geometries = {name: geometry_of(name, param) for name, param in module.named_parameters()}  # DTensors forget them
         for tensor in [*module.parameters(), *module.buffers()]:  # rank 0's values win, as everywhere
             comm.broadcast(tensor.data, mesh.data).wait()
         assert mesh.data.process_group is not None
@@ -53,7 +55,7 @@ class Fsdp2Engine(PeerEngine):
         for block in module.get_submodule("blocks").children():
             fully_shard(block, mesh=device_mesh, mp_policy=policy)
         self._root = fully_shard(module, mesh=device_mesh, mp_policy=policy)
-        shares = [_share(name, param, mesh) for name, param in module.named_parameters()]
+        shares = [_share(geometries[name], param, mesh) for name, param in module.named_parameters()]
         super().__init__(module, shares, optimizer, mesh, comm, clip_norm)
 
     def _gradient(self, share: Share) -> Tensor:
@@ -74,10 +76,10 @@ class Fsdp2Engine(PeerEngine):
         return held
 
 
-def _share(name: str, param: nn.Parameter, mesh: ParallelMesh) -> Share:
-    shape = tuple(param.shape)
-    first = min(shape[0], -(-shape[0] // mesh.data.size) * mesh.data.index)
-    return Share(name, param, _local(param), shape, (first, *(0 for _ in shape[1:])))
+def _share(geometry: ParamGeometry, param: nn.Parameter, mesh: ParallelMesh) -> Share:
+    rows, *rest = param.shape
+    first = min(rows, -(-rows // mesh.data.size) * mesh.data.index)
+    return Share(geometry.name, param, _local(param), (first, *(0 for _ in rest)), geometry)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dist_train.comm.collectives import Collectives
 from dist_train.mesh.mesh import ParallelMesh
-from dist_train.params.geometry import Piece
+from dist_train.params.geometry import ParamGeometry, Piece
 from dist_train.zero.layout import FLAT, Slot, SlotPart
 from dist_train.zero.norm import agree, sum_of_squares
 from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
@@ -21,13 +21,14 @@ from dist_train.zero.protocol import FlatSegment, Optimizer, StepReport
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank holds of one parameter: the box `offset .. offset + local.shape` of a tensor of `shape`."""
+    """What this rank holds of one parameter: the box `offset .. offset + local.shape` of what tensor parallelism left of it here,
+    which is the whole parameter or the box of it that `geometry` tells."""
 
     name: str
     param: nn.Parameter
     local: Tensor
-    shape: tuple[int, ...]
     offset: tuple[int, ...]
+    geometry: ParamGeometry
 
     @property
     def part(self) -> SlotPart:
@@ -35,7 +36,7 @@ class Share:
         return SlotPart(Slot(self.name, tuple(self.local.shape), 0), slice(0, self.local.numel()), 0)
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
-        return Piece(name, tensor, self.shape, self.offset)
+        return self.geometry.shift(Piece(name, tensor, tuple(self.local.shape), self.offset), name)
 
 
 class PeerEngine:
@@ -92,16 +93,20 @@ class PeerEngine:
         if not self._pending:
             raise RuntimeError("step() without a backward() since the last one: there is no gradient to step along.")
         self._pending = False
+        counted, groups = [], {"tp": self.mesh.tp}
         for share, segment in zip(self._shares, self._segments, strict=True):
             segment.grad = self._gradient(share)
-        squares = sum_of_squares((self._counted(segment.grad) for segment in self._segments), self.mesh.device)
-        ranks = self.mesh.data
-        carried = self.loss_scale / ranks.size
+            for axis in share.geometry.partial:
+                self.comm.all_reduce(segment.grad, groups[axis]).wait()
+            if all(groups[axis].index == 0 for axis in share.geometry.copies):
+                counted.append(self._counted(segment.grad))
+        squares = sum_of_squares(counted, self.mesh.device)
+        carried = self.loss_scale / self.mesh.data.size
         report, divisor = agree(
             self.comm,
-            ranks,
+            self.mesh.world,
             squares,
-            weight,
+            weight if self.mesh.speaks else 0.0,
             sums,
             carried=carried,
             clip_norm=self.clip_norm,

@@ -6,33 +6,37 @@ What autograd functions make this way in forward is not made again, so that reco
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
 
 class Keeper:
-    """What one region made in forward, in order, until its recompute has taken it."""
+    """Runs a region in forward, and once more in its recompute with what it made the first time."""
 
     def __init__(self) -> None:
         self._results: deque[list[Tensor]] = deque()
+        self._again = False
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        with _set(lambda make: self._keep(make())):
-            yield
+    def run(self, region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        way = self._give if self._again else self._keep
+        self._again = True
+        token = _way.set(way)
+        try:
+            return region(*args, **kwargs)
+        finally:
+            _way.reset(token)
 
-    @contextmanager
-    def giving(self) -> Iterator[None]:
-        with _set(lambda make: [result.detach() for result in self._results.popleft()]):
-            yield
-
-    def _keep(self, results: list[Tensor]) -> list[Tensor]:
-        # (An alias: what a function returns becomes part of its graph, and would keep that alive.)
+    # (Aliases: what a function returns becomes part of its graph, and would keep that alive.)
+    def _keep(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        results = make()
         self._results.append([result.detach() for result in results])
         return results
+
+    def _give(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return [result.detach() for result in self._results.popleft()]
 
 
 def kept(make: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -41,12 +45,3 @@ def kept(make: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 _way: ContextVar[Callable[[Callable[[], list[Tensor]]], list[Tensor]]] = ContextVar("kept", default=lambda make: make())
-
-
-@contextmanager
-def _set(way: Callable[[Callable[[], list[Tensor]]], list[Tensor]]) -> Iterator[None]:
-    token = _way.set(way)
-    try:
-        yield
-    finally:
-        _way.reset(token)

@@ -10,8 +10,6 @@ bit of every gradient, are those of "none".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,19 +54,15 @@ def apply_remat(model: nn.Module, policy: str) -> None:
 def _recomputed(forward: Any, selective: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    options: dict[str, Any] = {"context_fn": _contexts} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    if not selective:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if not torch.compiler.is_compiling():  # what the compiler sees are single operations
+        forward = partial(Keeper().run, forward)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
 
 def _contexts() -> tuple[Any, Any]:
-    operations, keeper = create_selective_checkpoint_contexts(_choose), Keeper()
-    return _both(operations[0], keeper.keeping()), _both(operations[1], keeper.giving())
-
-
-@contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
+    return create_selective_checkpoint_contexts(_choose)
 
 
 def _choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -161,3 +161,13 @@ def test_frozen_blocks_train_what_is_left():
 def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="remat=half: no such policy. Choose one of: none, selective, full"):
         apply_remat(build_model(toy()), "half")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_recomputes_selectively():
+    model = build_model(toy("llama", "math", layers=1))
+    apply_remat(model, "selective")
+    loss, gradients = step(model)
+    compiled_loss, compiled = step(torch.compile(model, backend="aot_eager"))
+    torch.testing.assert_close(loss, compiled_loss)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients, compiled))

@@ -75,6 +75,9 @@ def _together(config: Config) -> Iterator[Problem]:
         if getattr(mesh, key) > 1:
             rule = f"shard.engine={engine} knows nothing of it"
             yield Problem(f"mesh.{key}", getattr(mesh, key), rule, f"set mesh.{key}=1, or shard.engine=native")
+    if engine == "ddp" and mesh.tp > 1 and config.precision.compute != "fp32":
+        rule = "with shard.engine=ddp a lower precision is torch's autocast, which layers shared over mesh.tp do not follow"
+        yield Problem("precision.compute", config.precision.compute, rule, "set precision=fp32, or shard.engine=native")
     if mesh.tp > 1 and optim in _UNDIVIDED:
         rule = f"mesh.tp={mesh.tp} divides parameters over ranks, and it needs whole ones or whole blocks"
         yield Problem("optim.name", optim, rule, "set mesh.tp=1, or optim=adamw")

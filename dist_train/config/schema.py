@@ -162,6 +162,7 @@ class ObserveConfig:
     progress: bool = True  # live line on rank 0
     sample_tokens: int = 120  # length of the sample generated at each evaluation; 0: none
     sample_prompt: str = ""  # empty: the first tokens of the held-out text
+    check_states: bool = False  # compare layers' values over tensor ranks with what the plan declares; slow
     peak_tflops: float = 0.0  # peak of one device for MFU; 0: from the table of known GPUs, else MFU is null
 
 

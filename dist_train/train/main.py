@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from dist_train.config import check
 from dist_train.config.schema import Config
 from dist_train.mesh.mesh import ParallelMesh
+from dist_train.tensor.check import check_states
 from dist_train.train.build import build_run
 from dist_train.train.loop import Loop
 
@@ -31,8 +33,10 @@ def run_rank(config: Config, run_dir: Path) -> int:
 def train(config: Config, run_dir: Path, mesh: ParallelMesh) -> int:
     """Train on a mesh that stands already; returns as `run_rank`."""
     run = build_run(config, run_dir, mesh)
+    looks = check_states(run.model, mesh.tp, run.comm) if config.observe.check_states else nullcontext()
     try:
-        return Loop(run).run()
+        with looks:
+            return Loop(run).run()
     finally:
         run.observer.close()
         run.requests.close()

@@ -79,6 +79,7 @@ def test_each_rule_says_value_rule_and_remedy(override, words):
         (["mesh.pp=2", "mesh.stage_layers=[5,2]"], "mesh.stage_layers=[5, 2]: 2 numbers (mesh.pp × mesh.chunks)"),
         (["mesh.pp=2", "shard.engine=ddp", "mesh.dp=2"], "mesh.pp=2: shard.engine=ddp knows nothing of it; set mesh.pp=1"),
         (["mesh.tp=2", "shard.engine=deepspeed", "mesh.dp=2"], "mesh.tp=2: shard.engine=deepspeed knows nothing of it"),
+        (["mesh.tp=2", "mesh.dp=2", "shard.engine=ddp", "precision=bf16"], "precision.compute=bf16: with shard.engine=ddp"),
         (["mesh.tp=2", "optim=muon"], "optim.name=muon: mesh.tp=2 divides parameters"),
     ],
 )

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from dist_train.comm.collectives import Handle
+from tests.ranks import run_ranks
 from tests.train.test_run import launch, losses, metrics, saved
 
 RUN = (
@@ -56,6 +58,26 @@ def test_a_resume_on_another_layout_goes_on_with_the_same_curve(layout, alone, t
     assert torch.allclose(losses(run_dir), losses(alone), rtol=1e-5)
     weights, exact = saved(run_dir, 8), saved(alone, 8)
     assert all(torch.allclose(weights[n], v, rtol=1e-4, atol=1e-6) for n, v in exact.items() if n.startswith("model/"))
+
+
+def _with_a_lost_reduction(mesh, comm, run_dir):
+    from dist_train.tensor import linear
+    from tests.train.test_run import _train
+
+    sums = linear.SharedLayer.sum
+    linear.SharedLayer.sum = lambda self, x_MD: (x_MD, Handle()) if isinstance(self, linear.RowLinear) else sums(self, x_MD)
+    try:
+        _train(mesh, comm, run_dir, [*RUN, "mesh.tp=2", "mesh.dp=1", "mesh.sequence=false", "observe.check_states=true"])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        linear.SharedLayer.sum = sums
+
+
+def test_a_run_that_looks_at_states_names_the_layer_whose_reduction_is_lost(tmp_path):
+    assert launch(2, tmp_path / "run", *RUN, "train.steps=1", "mesh.tp=2", "mesh.dp=1", "observe.check_states=true") == 0
+    for told in run_ranks(2, _with_a_lost_reduction, str(tmp_path / "lost")):
+        assert "output of blocks.0.attention.out is declared replicated" in told
 
 
 def test_F20_random_streams_of_every_rank_go_on_where_they_were(tmp_path):

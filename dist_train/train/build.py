@@ -120,7 +120,8 @@ def build_parallel_model(config: Config, mesh: ParallelMesh, comm: Collectives) 
 
 
 def _schedule(config: Config, mesh: ParallelMesh, microbatches: int, training: bool) -> Schedule:
-    return Schedule(config.pipeline, mesh.pp.size, microbatches, config.mesh.chunks, training)
+    name = config.pipeline if mesh.pp.size > 1 else "1f1b"
+    return Schedule(name, mesh.pp.size, microbatches, config.mesh.chunks, training)
 
 
 def layout_of(config: Config, mesh: ParallelMesh) -> dict[str, int]:

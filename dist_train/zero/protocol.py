@@ -99,6 +99,9 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """What computes the loss; its parameters are the engine's."""
 
+    def begin_pass(self, training: bool) -> None:
+        """What follows, until the next call, is one pass over the micro-batches of a step, or of an evaluation."""
+
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Backward of one micro-batch; `last=False`: more follow before `step`."""
 

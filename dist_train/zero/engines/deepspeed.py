@@ -155,6 +155,9 @@ class DeepSpeedEngine:
     def _note(self, name: bytes, _param: Tensor | None = None) -> None:
         self._came = crc32(name, self._came)
 
+    def begin_pass(self, training: bool) -> None:
+        """DeepSpeed follows what the module does."""
+
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Backward of one micro-batch. Stages 0 and 1 reduce in `step`, so it does not matter which is the last."""
         from deepspeed.runtime.utils import register_output_backward_hooks

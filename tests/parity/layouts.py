@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache
 
 import torch
@@ -71,10 +72,11 @@ def traffic(pool, comm, config: Config):
         comm.recorder = None
 
 
-def train(pool, comm, config: Config, steps: int, first: int = 0, state=None, loss_scale: float = 0.0):
+def train(pool, comm, config: Config, steps: int, first: int = 0, state=None, loss_scale: float = 0.0, frozen=()):
     """((loss, norm, skipped) of each step, whole state on the first rank) of a config's layout on a pool of ranks."""
     mesh = mesh_of(shape_of(config), pool)
     model, executor_of = build.build_parallel_model(config, mesh, comm)
+    freeze(model, frozen)
     engine = build._ENGINES[config.shard.engine](config, model, mesh, comm)
     executor = executor_of(engine)
     engine.loss_scale = loss_scale or (1024.0 if config.precision.compute == "fp16" else 1.0)
@@ -110,6 +112,11 @@ def digest(x: torch.Tensor) -> bytes:
     return hashlib.sha256(x.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
+def freeze(model: nn.Module, patterns) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(fnmatch(name, pattern) for pattern in patterns))
+
+
 def fill(engine, state) -> None:
     """Bring an engine to a gathered state."""
     for piece in engine.pieces():
@@ -126,14 +133,16 @@ def base(*overrides: str) -> Config:
 
 
 @cache
-def alone(steps: int, *overrides: str):
+def alone(steps: int, *overrides: str, frozen=()):
     """The recipe of `base` in torch alone, all rows at once: (loss, norm) of each step, and the weights at the end."""
     config = base(*overrides)
     o, t = config.optim, config.train
     model = build_model(replace(config, ops="reference"), seed=0)
+    freeze(model, frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     sgd = o.name == "sgd"
     stepper = torch.optim.SGD(groups, o.lr) if sgd else torch.optim.AdamW(groups, o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
@@ -145,8 +154,8 @@ def alone(steps: int, *overrides: str):
         live = batch.labels_BT.flatten() != -100
         objective = loss + t.z_loss * logits.logsumexp(-1).square()[live].mean()
         objective.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        for param in model.parameters():
+        norm = nn.utils.get_total_norm([p.grad for p in trained])
+        for param in trained:
             param.grad *= min(1.0, t.clip_norm / norm.item()) if t.clip_norm else 1.0
         stepper.step()
         stepper.zero_grad()

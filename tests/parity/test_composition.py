@@ -47,6 +47,17 @@ def test_other_engines_train_what_one_process_trains_on_tensor_and_context_ranks
     assert layouts.worst(log, weights(state), *layouts.alone(5, *MODEL)) <= 1e-5
 
 
+@pytest.mark.parametrize("layout", [
+    ("mesh.pp=2", "mesh.tp=2", "mesh.dp=1", "pipeline=zero_bubble"),
+    ("mesh.pp=2", "mesh.dp=2", "shard.stage=3", "remat=full"),
+    ("mesh.tp=2", "mesh.cp=2", "mesh.dp=1", "shard.stage=2", "mesh.sequence=false"),
+])  # fmt: skip
+def test_frozen_parameters_stay_and_the_rest_trains(layout):
+    frozen = ("embed.*", "*.q.weight", "*.attention_norm.*", "blocks.1.mlp.*")
+    log, state = run(4, *MODEL, *layout, frozen=frozen)
+    assert layouts.worst(log, weights(state), *layouts.alone(5, *MODEL, frozen=frozen)) <= 1e-5
+
+
 LAYOUTS = {
     "dp": ("mesh.dp=2",),
     "tp": ("mesh.tp=2", "mesh.dp=1"),

@@ -2,7 +2,8 @@
 
 A case is a layout with a schedule, a stage, a precision and so on, out of all those that `config.check` accepts. It takes 20
 steps and is held against torch alone in one process: losses, norms and all parameters within 1e-5 in fp32; a lower precision
-is no further from it than twice what one rank in that precision is. After every step ranks that hold the same parameter hold
+is no further from it than four times what one rank in that precision is (partial sums are rounded before they are added up,
+and all losses and norms are few numbers). After every step ranks that hold the same parameter hold
 the same bits.
 
 PARITY=all (`make test-parity`) takes a large draw; otherwise a small one, always the same, that holds all pairs of values.
@@ -145,7 +146,7 @@ def test_a_layout_trains_what_one_process_trains(case):
     if case.precision == "fp32":
         assert layouts.worst(log, state, *exact) <= 1e-5
     else:
-        assert layouts.distance(log, state, *exact) <= 2 * layouts.distance(*one_rank(case.precision, case.model()), *exact)
+        assert layouts.distance(log, state, *exact) <= 4 * layouts.distance(*one_rank(case.precision, case.model()), *exact)
 
 
 def test_the_draw_holds_every_value_and_at_least_sixty_layouts():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dist_train.config.compose import ConfigError
+from dist_train.launcher.hosts import expand_nodes
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ def threads_per_rank(env: Mapping[str, str], cores: int, ranks: int) -> str | No
     return None if env.get("OMP_NUM_THREADS") else str(max(1, cores // max(1, ranks)))
 
 
-def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `a[03-07,9],b` -> `a03`."""
-    host = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    return "".join(part or "" for part in host.groups()) if host else nodes
-
-
 def _place(by: str, env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, job: str) -> Place:
     def number(name: str) -> int | None:
         if name not in env:
@@ -72,7 +66,8 @@ def _place(by: str, env: Mapping[str, str], rank: str, size: str, local_rank: st
         raise ConfigError(f"{rank}={r}: ranks count from 0 to {size}-1 = {n - 1}; correct the environment of {by}.")
     address = env.get("MASTER_ADDR")
     if address is None and by == "srun":
-        address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "") or None
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        address = expand_nodes(nodes)[0] if nodes else None
     if address is None and (local_n == n or n == 1):
         address = "127.0.0.1"
     port = number("MASTER_PORT")

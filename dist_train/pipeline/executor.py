@@ -169,7 +169,8 @@ class _Pass:
     def __init__(
         self, executor: Executor, schedule: Schedule, micro_batches: Sequence[Micro], scale: float, z_loss: float
     ) -> None:
-        self.x, self.schedule, self.micro_batches, self.scale, self.z_loss = executor, schedule, micro_batches, scale, z_loss
+        self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
+        self.scale, self.z_loss = scale, z_loss
         self.rank, self.engine = executor.mesh.pp.index, executor.engine
         self.entropy = torch.zeros((), dtype=torch.float64, device=executor.mesh.device)
         self.kept: dict[tuple[int, int], _Kept] = {}
@@ -192,8 +193,8 @@ class _Pass:
                 self.send(self.schedule.message(self.rank, action))
             else:
                 message = self.schedule.message(self.rank, action)
-                buffer = self.x.empty(self.micro_batches[action.microbatch].tokens_BT)
-                self.arrived[message] = buffer, self.x.receive(buffer, self.schedule.sender(message))
+                buffer = self.executor.empty(self.micro_batches[action.microbatch].tokens_BT)
+                self.arrived[message] = buffer, self.executor.receive(buffer, self.schedule.sender(message))
         for handle, _ in self.sends:
             handle.wait()
         return self.entropy
@@ -204,7 +205,7 @@ class _Pass:
         if taken is not None:
             source, handle = self.arrived.pop(taken)
             handle.wait()
-        with self.x.watch:
+        with self.executor.watch:
             result = self.does[action.kind](action, source)
         if given is not None:
             assert result is not None
@@ -215,7 +216,7 @@ class _Pass:
 
     def send(self, message: Message) -> None:
         x = self.made.pop(message).contiguous()
-        self.sends.append((self.x.send(x, self.schedule.receiver(message)), x))
+        self.sends.append((self.executor.send(x, self.schedule.receiver(message)), x))
         if len(self.sends) > 2 * self.schedule.stages:  # (schedules survive sends that block)
             self.sends.popleft()[0].wait()
 
@@ -223,13 +224,13 @@ class _Pass:
         micro, training = self.micro_batches[action.microbatch], self.schedule.training
         if source is not None and training:
             source.requires_grad_()
-        ends = self.x._ends[action.chunk]
+        ends = self.executor._ends[action.chunk]
         labels_BT = micro.labels_BT if ends else None
         inputs = (micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        output = self.x.model(*inputs, labels_BT=labels_BT, z_loss=self.z_loss, cut=action.chunk, x_BTD=source)
+        output = self.executor.model(*inputs, labels_BT=labels_BT, z_loss=self.z_loss, cut=action.chunk, x_BTD=source)
         if ends:
             objective, entropy = output
-            if self.x.mesh.tp.index == 0:
+            if self.executor.mesh.tp.index == 0:
                 self.entropy += entropy
             output = objective * self.scale
         if training:
@@ -245,9 +246,9 @@ class _Pass:
         return None if kept.source is None else kept.source.grad
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        kept, queue = self.kept[action.chunk, action.microbatch], self.x._queue
+        kept, queue = self.kept[action.chunk, action.microbatch], self.executor._queue
         assert queue is not None and kept.output is not None, "a schedule with backward in halves needs a queue"
-        params = [param for param in self.x._parameters[action.chunk] if param.requires_grad]
+        params = [param for param in self.executor._parameters[action.chunk] if param.requires_grad]
         sources, before = [] if kept.source is None else [kept.source], len(queue)
         found = self.engine.input_gradients(kept.output, gradient, [*sources, *params])
         at_once = zip(params, found[len(sources) :], strict=True)
@@ -256,7 +257,7 @@ class _Pass:
         return found[0] if sources else None
 
     def backward_weight(self, action: Action, _: Tensor | None) -> None:
-        kept, queue = self.kept.pop((action.chunk, action.microbatch)), self.x._queue
+        kept, queue = self.kept.pop((action.chunk, action.microbatch)), self.executor._queue
         assert queue is not None
         sums: dict[nn.Parameter, Tensor] = {}
         # (A rank's second halves come in the order of its first ones.)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_train.config.compose import ConfigError
-from dist_train.launcher.environment import Place, detect, first_host, threads_per_rank
+from dist_train.launcher.environment import Place, detect, threads_per_rank
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
 OMPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()}
@@ -84,11 +84,3 @@ def test_U11_threads_per_rank() -> None:
     assert threads_per_rank({}, cores=8, ranks=2) == "4"
     assert threads_per_rank({}, cores=2, ranks=8) == "1"
     assert threads_per_rank({"OMP_NUM_THREADS": "3"}, cores=8, ranks=2) is None
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[007,9]", "n007"), ("n[1-2]-ib,x", "n1-ib"), ("n[2],m", "n2")],
-)
-def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host

@@ -14,9 +14,10 @@ _MOST = 100_000  # hosts of a list: a slip of the pen in a range should not fill
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """The names of a Slurm node list, in order: `a,b[08-10,12],r[1-2]n[01-02]` -> a, b08, b09, b10, b12, r1n01, r1n02, r2n01, r2n02.
+    """The names of a Slurm node list, in order: `a,b[08-09,12],r[1-2]n[1-2]` -> a, b08, b09, b12, r1n1, r1n2, r2n1, r2n2.
 
-    Brackets hold numbers and ranges, which keep their zeros; a name may have several. `scontrol` is not needed. Raises ConfigError.
+    Brackets hold numbers and ranges, which keep their zeros; a name may have several. `scontrol` is not needed. Raises
+    ConfigError.
     """
     found: list[str] = []
     for part in _split(nodes):

@@ -25,7 +25,8 @@ lr.decay_steps lr.min_ratio lr.schedule lr.warmup_steps
 mesh.chunks mesh.cp mesh.dp mesh.pp mesh.sequence mesh.stage_layers mesh.tp
 model.activation model.bias model.dropout model.family model.ffn model.heads model.hidden model.init model.init_std
 model.kv_heads model.layers model.max_positions model.norm_eps model.rope_theta model.tie_embeddings model.vocab
-observe.check_states observe.peak_tflops observe.progress observe.sample_prompt observe.sample_tokens observe.tensorboard observe.wandb
+observe.check_states observe.peak_tflops observe.progress observe.sample_prompt observe.sample_tokens
+observe.tensorboard observe.wandb
 ops
 optim.beta1 optim.beta2 optim.eps optim.lr optim.momentum optim.name optim.weight_decay
 precision.compute precision.grad precision.loss_scale precision.loss_scale_growth_steps precision.loss_scale_hysteresis

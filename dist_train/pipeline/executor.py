@@ -10,7 +10,6 @@ queue; the second computes those and hands all of them to the engine (arXiv:2401
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -259,11 +258,10 @@ class _Pass:
     def backward_weight(self, action: Action, _: Tensor | None) -> None:
         kept, queue = self.kept.pop((action.chunk, action.microbatch)), self.executor._queue
         assert queue is not None
-        sums: dict[nn.Parameter, Tensor] = {}
         # (A rank's second halves come in the order of its first ones.)
-        for param, gradient in itertools.chain(kept.gradients, queue.take(kept.products)):
-            sums[param] = sums[param] + gradient if param in sums else gradient
-        self.engine.backward(list(sums), self.is_last(action), list(sums.values()), action.chunk)
+        pairs = [*kept.gradients, *queue.take(kept.products)]
+        params, gradients = [param for param, _ in pairs], [gradient for _, gradient in pairs]
+        self.engine.backward(params, self.is_last(action), gradients, action.chunk)
 
     def is_last(self, action: Action) -> bool:
         return action.microbatch == len(self.micro_batches) - 1

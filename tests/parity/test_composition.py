@@ -141,6 +141,17 @@ def test_traffic_over_tensor_ranks_is_that_of_the_papers(sequence):
         assert block == {"all_reduce/tp": 8 * 4 * each}
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(("stage", "passes"), [(0, 1), (1, 1), (2, 4)])
+def test_a_stage_reduces_once_a_step_below_zero_2_and_once_a_micro_batch_from_there(stage, passes, schedule):
+    layout = ("mesh.pp=2", "mesh.dp=2", f"shard.stage={stage}", f"pipeline={schedule}")
+    op = "all_reduce/dp" if stage == 0 else "reduce_scatter/dp"
+    found = run_ranks(4, layouts.traffic, layouts.base(*MODEL, *layout))
+    whole = sum(value.numel() for value in layouts.alone(0, *MODEL)[1].values())
+    sent = sum(rank[op] for rank in found[::2]) / (2 if stage == 0 else 1)  # of one rank of each stage
+    assert passes * whole * 4 / 2 <= sent < passes * (whole + 64 * 60) * 4 / 2  # padding makes up the difference
+
+
 def test_traffic_between_stages_is_one_stream_a_border_and_direction():
     found = run_ranks(4, layouts.traffic, layouts.base(*MODEL, "mesh.pp=4", "mesh.dp=1"))
     each = 1 * 12 * 16 * 4

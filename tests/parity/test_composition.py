@@ -13,7 +13,7 @@ from tests.parity import layouts
 from tests.ranks import run_ranks
 from tests.zero.helpers import weights
 
-MODEL = ("model.layers=4", "train.global_batch=8", "train.micro_batch=1", "optim.lr=0.5", "train.clip_norm=0.6")
+MODEL = ("model.layers=2", "train.global_batch=8", "train.micro_batch=1", "optim.lr=0.5", "train.clip_norm=0.95")
 
 
 def run(ranks, *overrides, steps=5, **options):
@@ -105,7 +105,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout):
 
 def test_a_state_goes_from_layout_to_layout():
     """Four layouts in turn, three steps each, train what one process trains in twelve."""
-    model = (*MODEL, "optim=adamw", "optim.lr=3e-3", "optim.eps=1e-4", "model.kv_heads=4")
+    model = (*MODEL, "model.layers=4", "optim=adamw", "optim.lr=3e-3", "optim.eps=1e-4", "model.kv_heads=4")
     turns = [
         (4, ("mesh.pp=2", "mesh.tp=2", "mesh.dp=1", "shard.stage=0")),
         (4, ("mesh.dp=2", "mesh.cp=2", "shard.stage=3")),
@@ -153,6 +153,6 @@ def test_a_stage_reduces_once_a_step_below_zero_2_and_once_a_micro_batch_from_th
 
 
 def test_traffic_between_stages_is_one_stream_a_border_and_direction():
-    found = run_ranks(4, layouts.traffic, layouts.base(*MODEL, "mesh.pp=4", "mesh.dp=1"))
+    found = run_ranks(4, layouts.traffic, layouts.base(*MODEL, "model.layers=4", "mesh.pp=4", "mesh.dp=1"))
     each = 1 * 12 * 16 * 4
     assert [rank.get("send/pp", 0) for rank in found] == [8 * each, 16 * each, 16 * each, 8 * each]

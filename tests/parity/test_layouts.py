@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import os
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ class Case:
         """What one process is told: everything but the layout."""
         layers = max(2, self.pp * self.chunks)
         common = [f"model.layers={layers}", "train.seq_len=13", "train.global_batch=4"]
-        common += ["train.clip_norm=0.6", "train.z_loss=0.001"]
+        common += ["train.clip_norm=0.95", "train.z_loss=0.001"]
         if self.recipe == "llama":
             kv_heads = 4 if self.tp * (self.cp if self.style == "ulysses" else 1) == 4 else 2
             return (*common, "model.tie_embeddings=true", f"model.kv_heads={kv_heads}", "optim.lr=0.5")
@@ -106,15 +108,24 @@ def every_case():
     return sorted(found, key=lambda case: hashlib.sha256(str(case).encode()).digest())
 
 
+def cost(case):
+    """About how long a case takes, in an arbitrary unit: many ranks on few cores wait for each other at every collective."""
+    exchanges = 1 + 4 * (case.tp > 1) + 2 * (case.cp > 1) + 2 * (case.stage == 3)
+    work = (
+        max(2, case.pp * case.chunks) / case.pp * 4 / (case.dp * case.micro) * {"none": 2, "full": 3, "selective": 4}[case.remat]
+    )
+    return case.ranks**2 * exchanges * work / 8
+
+
 def draw(least=60):
     """Cases that hold every pair of values, then more of them up to `least`."""
     cases, drawn = every_case()[:: 1 + len(every_case()) // 4000], []
     left = {case: {*itertools.combinations([(axis, getattr(case, axis)) for axis in AXES], 2)} for case in cases}
     missing = set().union(*left.values())
     while missing:
-        drawn.append(max(left, key=lambda case: len(left[case] & missing) / (4 + case.ranks**2)))  # many ranks take long
+        drawn.append(max(left, key=lambda case: len(left[case] & missing) / (cost(case) + 40)))
         missing -= left.pop(drawn[-1])
-    more = sorted(left, key=lambda case: case.ranks)[:: max(1, len(left) // 400)]
+    more = sorted(left, key=cost)[:: max(1, len(left) // (20 * least))]
     return sorted(drawn + more[: max(0, least - len(drawn))], key=str)
 
 
@@ -163,17 +174,18 @@ def test_references_move_and_are_clipped_now_and_then():
         log, end = layouts.alone(STEPS, *case.model())
         _, start = layouts.alone(0, *case.model())
         assert not any(torch.equal(end[name], start[name]) for name in start)
-        assert min(norm for _, norm in log) < 0.6 < max(norm for _, norm in log)
+        assert min(norm for _, norm in log) < 0.95 < max(norm for _, norm in log)
 
 
+SMALL = [degrees for degrees in itertools.product((1, 2, 3), repeat=4) if 1 < math.prod(degrees) <= 4 and degrees[3] < 3]
+
+
+@pytest.mark.timeout(1200)
 @settings(max_examples=200 if os.environ.get("PARITY") == "all" else 8, deadline=None, derandomize=True,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(st.data())
 def test_any_layout_of_odd_sizes_trains_what_one_process_trains(data):
-    pp, cp, tp = (
-        data.draw(st.sampled_from(values), label=axis) for axis, values in (("pp", [1, 2, 3]), ("cp", [1, 2]), ("tp", [1, 2]))
-    )
-    dp = data.draw(st.sampled_from([d for d in (1, 2, 3) if pp * cp * tp * d <= 6]), label="dp")
+    pp, dp, cp, tp = data.draw(st.sampled_from(SMALL), label="pp, dp, cp, tp")
     schedule = data.draw(st.sampled_from(AXES["schedule"]), label="schedule")
     chunks = 1 if pp == 1 or schedule in ("1f1b", "zero_bubble") else 2
     layers = data.draw(st.integers(pp * chunks, 7), label="layers")
@@ -187,7 +199,7 @@ def test_any_layout_of_odd_sizes_trains_what_one_process_trains(data):
         f"shard.stage={data.draw(st.integers(0, 3), label='stage')}",
         f"mesh.sequence={data.draw(st.booleans(), label='sequence')}",
         f"train.micro_batch={data.draw(st.sampled_from([m for m in (1, 2, 3, 6) if 6 % (m * dp) == 0]), label='micro')}",
-        f"context={data.draw(st.sampled_from(['ring', 'ulysses'] if tp == 1 else ['ring']), label='context')}",
+        f"context={data.draw(st.sampled_from(['ring', 'ulysses'] if tp == 1 and cp < 3 else ['ring']), label='context')}",
     )  # fmt: skip
     config = layouts.base(*model, *layout)
     assert check(config, pp * dp * cp * tp) == []

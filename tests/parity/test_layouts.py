@@ -76,7 +76,7 @@ class Case:
         common += ["train.clip_norm=0.95", "train.z_loss=0.001"]
         if self.recipe == "llama":
             kv_heads = 4 if self.tp * (self.cp if self.style == "ulysses" else 1) == 4 else 2
-            return (*common, "model.tie_embeddings=true", f"model.kv_heads={kv_heads}", "optim.lr=0.5")
+            return (*common, "model.tie_embeddings=true", f"model.kv_heads={kv_heads}", "optim.lr=0.2")
         return (
             *common, "model.family=gpt", "model.activation=gelu", "model.bias=true", "model.kv_heads=4", "optim=adamw",
             "optim.weight_decay=0.1", "optim.lr=3e-3", "optim.eps=1e-4",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,7 +95,7 @@ def ticks(stage: int, overlap: bool) -> tuple[float, float]:
     """Ticks of a step once the order of units is known, and those for which the link was busy in it."""
     clock, single = Clock(), ParallelMesh.single()
     pair = Group("dp", (0, 1), 0)  # two ranks by name: the wire stands in for the other one
-    mesh = ParallelMesh(single.shape, 0, single.device, single.world, single.pp, pair, single.cp, single.tp, data=pair)
+    mesh = replace(single, dp=pair, data=pair)
     wire = Wire(clock)
     engine = ZeroEngine(
         Model(clock), dt.SGD(0.1), mesh, wire, policy=ShardPolicy.from_stage(stage), overlap=overlap, bucket_bytes=300

@@ -33,6 +33,14 @@ def test_F03_a_weight_tied_over_two_stages_stays_one_with_sharded_optimizers(ove
     assert layouts.worst(log, weights(state), *layouts.alone(5, *model)) <= 1e-5
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_tied_over_two_stages_on_one_rank_gets_both_gradients(stage):
+    model = (*MODEL, "model.layers=4", "model.tie_embeddings=true")
+    layout = ("mesh.pp=2", "mesh.dp=2", "pipeline=zero_bubble_v", "mesh.chunks=2", f"shard.stage={stage}")
+    log, state = run(4, *model, *layout, steps=3)
+    assert layouts.worst(log, weights(state), *layouts.alone(3, *model)) <= 1e-5
+
+
 @pytest.mark.parametrize("micro", [1, 2, 4, 8])
 def test_F38_micro_batches_of_a_pipeline_add_up_however_the_batch_is_divided(micro):
     log, state = run(2, *MODEL, "mesh.pp=2", "mesh.dp=1", f"train.micro_batch={micro}")

@@ -58,13 +58,14 @@ def schedules(config: Config) -> list[Schedule]:
     from dist_train.config import check
     from dist_train.config.layouts import CHUNKS
     from dist_train.pipeline import Schedule
+    from dist_train.pipeline.stage import schedule_of
 
     mesh, train = config.mesh, config.train
     world_size = check.world_size(config, 0 if config.launch.device == "cpu" else torch.cuda.device_count())
     check.require(config, world_size)
     dp = world_size // (mesh.pp * mesh.cp * mesh.tp)
     microbatches = train.global_batch // (train.micro_batch * dp)
-    found = [Schedule(config.pipeline, mesh.pp, microbatches, mesh.chunks)]
+    found = [schedule_of(config, microbatches)]
     for name, only in CHUNKS.items() if mesh.pp > 1 else ():
         chunks = only or (max(2, mesh.chunks) if name == "interleaved" else 1)
         if name != config.pipeline and mesh.pp * chunks <= config.model.layers:
@@ -76,13 +77,10 @@ def stage_costs(config: Config, schedule: Schedule, transfer: float) -> list[Cos
     """By the blocks of each stage and the head of the last one; in forwards of an average rank."""
     from dist_train.model.flops import head_in_blocks
     from dist_train.pipeline import Costs
-    from dist_train.pipeline.stage import stage_layers
+    from dist_train.pipeline.stage import layers_of
 
-    head = head_in_blocks(config.model)
-    given = config.mesh.stage_layers
-    blocks = [float(n) for n in given] if len(given) == schedule.stages else None
-    blocks = blocks or [float(n) for n in stage_layers(config.model.layers, schedule.stages, head)]
-    blocks[-1] += head
+    blocks = [float(n) for n in layers_of(config, schedule)]
+    blocks[-1] += head_in_blocks(config.model)
     average = sum(blocks) / schedule.ranks
     return [Costs(each / average, each / average, each / average, transfer) for each in blocks]
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dist_train.config.compose import ConfigError
-from dist_train.config.layouts import CHUNKS, layout_problems
+from dist_train.config.layouts import CHUNKS, UNCUT, layout_problems
 from dist_train.config.problem import Problem
 from dist_train.config.schema import Config, PrecisionConfig, ShardConfig
 
@@ -49,9 +49,6 @@ _PEERS = {
     "deepspeed": ((0, 1, 2, 3), ("bucket_mb", "reduce_dtype")),
 }
 _DEEPSPEED = "0.19."  # the series whose insides our engine knows
-
-# Optimizers that cannot do with any part of a parameter, and what they need of it.
-_UNCUT = {"adamw8bit": "blocks of 256 elements", "lamb": "parameters", "muon": "matrices"}
 
 _AT_LEAST: dict[str, float] = {
     **{f"model.{key}": 1 for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_positions")},
@@ -309,8 +306,8 @@ def _deepspeed(config: Config) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     name, engine = config.optim.name, config.shard.engine
-    if name in _UNCUT and engine != "native":
-        rule = f"needs whole {_UNCUT[name]}, and shard.engine=native alone cuts by that"
+    if name in UNCUT and engine != "native":
+        rule = f"needs whole {UNCUT[name]}, and shard.engine=native alone cuts by that"
         yield Problem("optim.name", name, rule, "set shard.engine=native, or optim=adamw")
     if name == "adamw8bit" and config.precision.master != "fp32":
         yield Problem("precision.master", config.precision.master, f"optim={name} updates fp32", "set precision.master=fp32")

@@ -11,8 +11,8 @@ from dist_train.config.schema import Config
 CHUNKS: dict[str, int | None] = {"gpipe": None, "1f1b": 1, "interleaved": None, "zero_bubble": 1, "zero_bubble_v": 2}
 # The axes over which other people's engines cannot train.
 _PEERS_LACK = {"ddp": ("pp",), "fsdp2": ("pp",), "deepspeed": ("pp", "cp", "tp")}
-# Optimizers that look at more than one element of a parameter at a time.
-_UNDIVIDED = ("adamw8bit", "lamb", "muon")
+# Optimizers that cannot do with any part of a parameter, and what they need of it.
+UNCUT = {"adamw8bit": "blocks of 256 elements", "lamb": "parameters", "muon": "matrices"}
 
 
 def layout_problems(config: Config) -> Iterator[Problem]:
@@ -78,7 +78,7 @@ def _together(config: Config) -> Iterator[Problem]:
     if engine == "ddp" and mesh.tp > 1 and config.precision.compute != "fp32":
         rule = "with shard.engine=ddp a lower precision is torch's autocast, which layers shared over mesh.tp do not follow"
         yield Problem("precision.compute", config.precision.compute, rule, "set precision=fp32, or shard.engine=native")
-    if mesh.tp > 1 and optim in _UNDIVIDED:
+    if mesh.tp > 1 and optim in UNCUT:
         rule = f"mesh.tp={mesh.tp} divides parameters over ranks, and it needs whole ones or whole blocks"
         yield Problem("optim.name", optim, rule, "set mesh.tp=1, or optim=adamw")
 

@@ -110,7 +110,6 @@ class Recipe(NamedTuple):
     """A row of `SCHEDULES`."""
 
     order: Callable[[int, int, int, int], Iterator[Action]]
-    chunks: int | None = None  # on each rank; None: as many as one likes
     splits: bool = False  # backward comes in two halves
     turns: bool = False  # the stages are laid out as a V
 
@@ -118,8 +117,8 @@ class Recipe(NamedTuple):
 ONE_RANK = Recipe(_one_by_one)  # whatever the name
 SCHEDULES = {
     "gpipe": Recipe(_gpipe),
-    "1f1b": Recipe(_interleaved, chunks=1),
+    "1f1b": Recipe(_interleaved),
     "interleaved": Recipe(_interleaved),
-    "zero_bubble": Recipe(_zero_bubble, chunks=1, splits=True),
-    "zero_bubble_v": Recipe(_zero_bubble_v, chunks=2, splits=True, turns=True),
+    "zero_bubble": Recipe(_zero_bubble, splits=True),
+    "zero_bubble_v": Recipe(_zero_bubble_v, splits=True, turns=True),
 }

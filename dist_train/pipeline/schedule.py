@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from dist_train.config.layouts import CHUNKS
 from dist_train.pipeline.orders import COMPUTES, FREES, ONE_RANK, SCHEDULES, Action, Kind, Recipe
 
 
@@ -83,9 +84,9 @@ class Schedule:
         for what in ("ranks", "microbatches", "chunks"):
             if getattr(self, what) < 1:
                 raise ValueError(f"pipeline={self.name} with {what}={getattr(self, what)}: there must be at least 1.")
-        if self._recipe.chunks not in (None, self.chunks):
+        if CHUNKS[self.name] not in (None, self.chunks):
             raise ValueError(
-                f"pipeline={self.name} with {self.chunks} chunks on each rank: this schedule has exactly {self._recipe.chunks}. "
+                f"pipeline={self.name} with {self.chunks} chunks on each rank: this schedule has exactly {CHUNKS[self.name]}. "
                 f"Set that, or choose another of: {', '.join(SCHEDULES)}."
             )
 

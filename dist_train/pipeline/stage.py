@@ -8,9 +8,25 @@ from dataclasses import replace
 
 from torch import nn
 
+from dist_train.config.schema import Config
+from dist_train.model.flops import head_in_blocks
 from dist_train.model.transformer import Cut, Transformer
 from dist_train.params.geometry import geometry_of, set_geometry
 from dist_train.pipeline.schedule import Schedule
+
+
+def schedule_of(config: Config, microbatches: int, training: bool = True) -> Schedule:
+    """What the pipeline ranks of a config that `config.check` accepts do with so many micro-batches."""
+    mesh = config.mesh
+    return Schedule(config.pipeline if mesh.pp > 1 else "1f1b", mesh.pp, microbatches, mesh.chunks, training)
+
+
+def layers_of(config: Config, schedule: Schedule) -> list[int]:
+    """How many blocks each stage of a schedule has: as the config says, if it speaks of as many stages, or balanced."""
+    given = config.mesh.stage_layers
+    if len(given) == schedule.stages:
+        return given
+    return stage_layers(config.model.layers, schedule.stages, head_in_blocks(config.model))
 
 
 def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[int]:

@@ -21,14 +21,12 @@ from dist_train.config.schema import Config
 from dist_train.context.apply import apply_context
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.model.build import build_model, empty_model
-from dist_train.model.flops import head_in_blocks
 from dist_train.model.init import init_weight
 from dist_train.model.transformer import Transformer
 from dist_train.observe.observer import Observer
 from dist_train.optim import SGD, Adam, AdamW, AdamW8bit, Lamb, Muon
 from dist_train.pipeline.executor import Executor
-from dist_train.pipeline.schedule import Schedule
-from dist_train.pipeline.stage import cuts_of, part_of, stage_layers, tie_ends
+from dist_train.pipeline.stage import cuts_of, layers_of, part_of, schedule_of, tie_ends
 from dist_train.remat.policy import apply_remat
 from dist_train.tensor import WeightGradients, apply_tensor_plan, defer_weight_gradients, stream_shape
 from dist_train.train.requests import Requests
@@ -101,10 +99,9 @@ def build_run(config: Config, run_dir: Path, mesh: ParallelMesh) -> Run:
 
 def build_parallel_model(config: Config, mesh: ParallelMesh, comm: Collectives) -> tuple[Transformer, Callable[[Any], Executor]]:
     """What this rank holds of the model, still without values for our engine, and how it will be run by an engine over it."""
-    schedule = partial(_schedule, config, mesh)
-    once = schedule(1, True)
-    layers = config.mesh.stage_layers or stage_layers(config.model.layers, once.stages, head_in_blocks(config.model))
-    cuts = cuts_of(mesh.pp.index, once, layers)
+    schedule = partial(schedule_of, config)
+    once = schedule(1)
+    cuts = cuts_of(mesh.pp.index, once, layers_of(config, once))
     native = config.shard.engine == "native"  # ours fills parameters bucket by bucket, so the whole model is never there
     model = empty_model(config, cuts=cuts) if native else build_model(config).to(mesh.device)
     apply_context(model, mesh.cp, config.context, comm)
@@ -117,11 +114,6 @@ def build_parallel_model(config: Config, mesh: ParallelMesh, comm: Collectives) 
     stream = partial(stream_shape, hidden=config.model.hidden, group=mesh.tp, sequence=config.mesh.sequence)
     dtype = DTYPES[config.precision.compute]
     return model, lambda engine: Executor(model, engine, mesh, comm, schedule, stream, dtype, queue)
-
-
-def _schedule(config: Config, mesh: ParallelMesh, microbatches: int, training: bool) -> Schedule:
-    name = config.pipeline if mesh.pp.size > 1 else "1f1b"
-    return Schedule(name, mesh.pp.size, microbatches, config.mesh.chunks, training)
 
 
 def layout_of(config: Config, mesh: ParallelMesh) -> dict[str, int]:

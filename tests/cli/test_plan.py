@@ -33,6 +33,12 @@ def test_the_table_has_the_configured_schedule_first_and_others_beside_it(capsys
             assert [float(number) for number in held.split()] == peaks
 
 
+def test_one_rank_has_one_row_whatever_schedule_is_set(capsys):
+    assert main(["plan", "data=synthetic", "launch.device=cpu", "pipeline=zero_bubble_v"]) == 0
+    (row,) = rows(capsys.readouterr().out)
+    assert row[1:3] == ["1", "1"] and row[4:6] == ["0.0%", "0.0%"]
+
+
 def test_stages_cost_what_their_blocks_cost(capsys):
     config = compose(
         [

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_train.ops.cross_entropy import IGNORED, row_gradient, row_terms
-from dist_train.ops.native import is_native
+from dist_train.ops.native import product_dtype
 
 # Before 2.13 (seen on 2.11) torch's compiler drops what an autograd function's forward makes for its backward, without a word.
 _COMPILER_DROPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -68,7 +68,12 @@ def linear_cross_entropy(
             "they must be (…, width), (vocabulary, width) and (…)."
         )
     hidden_ND, labels_N = hidden_BTD.flatten(0, -2), labels_BT.flatten()
-    options = z_loss, fused, chunk or _chunk(hidden_ND, weight_VD), torch.is_grad_enabled()
+    options = (
+        z_loss,
+        fused,
+        chunk or chunk_tokens(hidden_ND.size(0), weight_VD.size(0), hidden_ND.device),
+        torch.is_grad_enabled(),
+    )
     if reduction == "none":
         objective_N, entropy_N = _PerToken.apply(hidden_ND, weight_VD, bias_V, labels_N, *options)
         return objective_N.view_as(labels_BT), entropy_N.view_as(labels_BT)
@@ -82,10 +87,27 @@ def linear_cross_entropy(
     return objective / live, entropy / live
 
 
-def _chunk(hidden_ND: Tensor, weight_VD: Tensor) -> int:
-    if hidden_ND.device.type == "cpu":
+def chunk_tokens(tokens: int, vocabulary: int, device: torch.device) -> int:
+    """Of how many out of so many tokens the logits should exist at a time."""
+    if device.type == "cpu":
         return _CPU_CHUNK
-    return max(_CPU_CHUNK, min(_DEVICE_CHUNK_ELEMENTS // weight_VD.size(0), hidden_ND.size(0) // 8))
+    return max(_CPU_CHUNK, min(_DEVICE_CHUNK_ELEMENTS // vocabulary, tokens // 8))
+
+
+def add_weight_gradient_(sum_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
+    """Add what a chunk gives to the gradient of the weight, in the dtype of the sum."""
+    if dlogits_CV.dtype == sum_VD.dtype:
+        sum_VD.addmm_(dlogits_CV.t(), hidden_CD)
+    elif dlogits_CV.is_cuda:
+        sum_VD.add_(torch.mm(dlogits_CV.t(), hidden_CD, out_dtype=sum_VD.dtype))
+    else:
+        sum_VD.add_(dlogits_CV.t() @ hidden_CD)
+
+
+def check_labels(labels_N: Tensor, vocabulary: int) -> None:
+    """A wrong label is an error on a CPU; on a device, where to ask would mean to wait, an assertion of the device."""
+    fine = ((labels_N == IGNORED) | ((labels_N >= 0) & (labels_N < vocabulary))).all()
+    torch._assert_async(fine, f"a label is out of bounds for a vocabulary of {vocabulary}; one that does not count is {IGNORED}")
 
 
 class _Head:
@@ -99,7 +121,7 @@ class _Head:
         autocast = torch.is_autocast_enabled(device) and hidden_ND.dtype != torch.float64
         self.given = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
         self.wide = torch.promote_types(self.given, torch.float32)
-        self.dtype = self.given if device != "cpu" or is_native(self.given) else self.wide
+        self.dtype = product_dtype(self.given, hidden_ND.device)
         self.hidden_ND, self.weight_VD = self._cast(hidden_ND), self._cast(weight_VD)
         self.bias_V = None if bias_V is None else self._cast(bias_V)
 
@@ -129,30 +151,19 @@ class _Head:
         if self.dhidden_ND is not None:
             torch.mm(dlogits_CV, self.weight_VD, out=self.dhidden_ND[rows])
         if self.dweight_VD is not None:
-            if self.dtype == self.wide:
-                self.dweight_VD.addmm_(dlogits_CV.t(), self.hidden_ND[rows])
-            elif dlogits_CV.device.type == "cuda":
-                self.dweight_VD.add_(torch.mm(dlogits_CV.t(), self.hidden_ND[rows], out_dtype=self.wide))
-            else:
-                self.dweight_VD.add_(dlogits_CV.t() @ self.hidden_ND[rows])
+            add_weight_gradient_(self.dweight_VD, dlogits_CV, self.hidden_ND[rows])
         if self.dbias_V is not None:
             self.dbias_V.add_(dlogits_CV.sum(0, dtype=self.wide))
 
 
 def _losses(logits_CV: Tensor, labels_C: Tensor, z_loss: float, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(objective_C, entropy_C, lse_C): the first two 0 where the label is -100."""
-    _check(labels_C, logits_CV.size(1))
+    check_labels(labels_C, logits_CV.size(1))
     maximum_C, sum_C, target_C = row_terms(logits_CV, labels_C, 0, fused)
     lse_C = maximum_C + sum_C.log()
     live_C = labels_C != IGNORED
     entropy_C = (lse_C - target_C).where(live_C, 0.0)
     return (entropy_C + z_loss * lse_C.square().where(live_C, 0.0) if z_loss else entropy_C.clone()), entropy_C, lse_C
-
-
-def _check(labels_N: Tensor, vocabulary: int) -> None:
-    """A wrong label is an error on a CPU; on a device, where to ask would mean to wait, an assertion of the device."""
-    fine = ((labels_N == IGNORED) | ((labels_N >= 0) & (labels_N < vocabulary))).all()
-    torch._assert_async(fine, f"a label is out of bounds for a vocabulary of {vocabulary}; one that does not count is {IGNORED}")
 
 
 def _no_autocast(tensor: Tensor) -> Any:

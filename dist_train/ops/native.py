@@ -14,3 +14,8 @@ def is_native(dtype: torch.dtype) -> bool:
     of the products of a linear layer's backward 40 times.
     """
     return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and MULTIPLIES_BF16)
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which dtype numbers in `dtype` are multiplied on `device`: that one, or fp32 on a CPU for which it is not native."""
+    return dtype if device.type != "cpu" or is_native(dtype) else torch.promote_types(dtype, torch.float32)

@@ -19,12 +19,11 @@ from dist_train.comm.differentiable import gather_features, sum_to_copies, sum_t
 from dist_train.mesh.mesh import Group
 from dist_train.model.transformer import Head
 from dist_train.ops.cross_entropy import IGNORED, row_gradient, row_terms
-from dist_train.ops.native import is_native
+from dist_train.ops.linear_cross_entropy import add_weight_gradient_, check_labels, chunk_tokens
+from dist_train.ops.native import product_dtype
 from dist_train.tensor.linear import SharedLayer, fan_out
 from dist_train.tensor.stream import own_run, pad_line
 
-_CPU_CHUNK = 128  # tokens whose logits exist at a time
-_DEVICE_CHUNK_ELEMENTS = 1 << 27
 _NOWHERE = -1  # a token that no rank has
 
 
@@ -109,8 +108,7 @@ class _Loss:
     def __init__(self, layer: VocabularyHead, x_ND: Tensor, weight_UD: Tensor, labels_N: Tensor, z_loss: float) -> None:
         self.layer, self.x_ND, self.z_loss = layer, x_ND, z_loss
         self.wide = torch.promote_types(x_ND.dtype, torch.float32)
-        # A CPU that does not multiply 16 bits itself gets the same numbers in fp32, as in ops/linear_cross_entropy.
-        self.dtype = x_ND.dtype if x_ND.device.type != "cpu" or is_native(x_ND.dtype) else self.wide
+        self.dtype = product_dtype(x_ND.dtype, x_ND.device)
         self.weight_UD = weight_UD.to(x_ND.dtype).to(self.dtype)
         self.ranks = layer.group.size if layer.sequence else 1  # that have different tokens
         self.labels_RN = (pad_line(labels_N, layer.group, IGNORED) if layer.sequence else labels_N).view(self.ranks, -1)
@@ -122,7 +120,8 @@ class _Loss:
         self.dx_ND = torch.empty_like(self.x_ND) if wants_x else None
         self.dweight_UD = torch.zeros_like(self.weight_UD, dtype=self.wide) if wants_weight else None
         count = self.x_ND.size(0)
-        step = max(1, self._tokens() // self.ranks)
+        together = chunk_tokens(count * self.ranks, self.weight_UD.size(0), self.x_ND.device)
+        step = max(1, together // self.ranks)
         runs = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         memory = [self.weight_UD.new_empty(min(step, count) * self.ranks, self.weight_UD.size(0)) for _ in runs[:2]]
         arriving = self._gather(runs[0])
@@ -141,12 +140,6 @@ class _Loss:
             finish = self._finish(waiting, finish)
         if finish is not None:
             finish()
-
-    def _tokens(self) -> int:
-        """Tokens of a chunk."""
-        if self.x_ND.device.type == "cpu":
-            return _CPU_CHUNK
-        return max(_CPU_CHUNK, min(_DEVICE_CHUNK_ELEMENTS // self.weight_UD.size(0), self.x_ND.size(0) * self.ranks // 8))
 
     def _gather(self, run: slice) -> tuple[Tensor, Handle]:
         return self.layer.gather(self.x_ND[run])
@@ -179,12 +172,7 @@ class _Loss:
         if self.dx_ND is not None:
             finish = partial(_store, self.dx_ND[chunk.run], *layer.sum((slope_CU @ self.weight_UD).to(self.x_ND.dtype)))
         if self.dweight_UD is not None:
-            if self.wide == slope_CU.dtype:
-                self.dweight_UD.addmm_(slope_CU.t(), chunk.hidden_CD)
-            elif slope_CU.is_cuda:
-                self.dweight_UD += torch.mm(slope_CU.t(), chunk.hidden_CD, out_dtype=self.wide)
-            else:
-                self.dweight_UD += slope_CU.t() @ chunk.hidden_CD
+            add_weight_gradient_(self.dweight_UD, slope_CU, chunk.hidden_CD)
         if before is not None:
             before()
         return finish
@@ -202,9 +190,8 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, layer: VocabularyHead, x_BTD: Tensor, weight_UD: Tensor, labels_BT: Tensor, z_loss: float, grad_enabled: bool
     ) -> tuple[Tensor, Tensor]:
-        labels_N, vocab = labels_BT.flatten(), layer.parts[-1].stop
-        fine = ((labels_N == IGNORED) | ((labels_N >= 0) & (labels_N < vocab))).all()
-        torch._assert_async(fine, f"a label is out of bounds for a vocabulary of {vocab}; one that does not count is {IGNORED}")
+        labels_N = labels_BT.flatten()
+        check_labels(labels_N, layer.parts[-1].stop)
         loss = _Loss(layer, x_BTD.reshape(-1, x_BTD.size(-1)), weight_UD, labels_N, z_loss)
         loss.run(*(grad_enabled and wanted for wanted in ctx.needs_input_grad[1:3]))
         ctx.shape, ctx.dtype = x_BTD.shape, weight_UD.dtype

@@ -128,7 +128,7 @@ class Collectives:
         if group.size == 1:
             return Handle(then=lambda: _write(out, x))
         self._record("send", group, x)
-        return Handle(_Turn(out, x, group))
+        return Handle(_turn(out, x, group))
 
     def meet(self, place: str, word: str, group: Group, patience: timedelta) -> list[str] | None:
         """Every rank's word at a place where nobody met before, in group order; None when some rank did not come in time.
@@ -192,7 +192,7 @@ def _gather(out: Tensor, x: Tensor, group: Group) -> Any:
     if not (_is_gloo(group) and x.device.type == "cpu"):
         return _all_gather(out, x, group=group.process_group, async_op=True)
     received, sent = _slices(out, group), x.view(-1)
-    return Handle(_Swap([sent] * group.size, received, group), lambda: _write(received[group.index], sent))
+    return Handle(_swap([sent] * group.size, received, group), lambda: _write(received[group.index], sent))
 
 
 def _exchange(out: Tensor, x: Tensor, group: Group) -> Any:
@@ -200,7 +200,7 @@ def _exchange(out: Tensor, x: Tensor, group: Group) -> Any:
     if not (_is_gloo(group) and x.device.type == "cpu"):
         return dist.all_to_all_single(out, x, group=group.process_group, async_op=True)
     received, sent = _slices(out, group), _slices(x, group)
-    return Handle(_Swap(sent, received, group), lambda: _write(received[group.index], sent[group.index]))
+    return Handle(_swap(sent, received, group), lambda: _write(received[group.index], sent[group.index]))
 
 
 def _exchange_and_add(out: Tensor, x: Tensor, group: Group) -> Handle:
@@ -210,7 +210,7 @@ def _exchange_and_add(out: Tensor, x: Tensor, group: Group) -> Handle:
     if x.device.type == "cpu":
         others = x.new_empty(group.size - 1, sent[0].numel()).unbind()
         parts: Sequence[Tensor] = [*others[: group.index], sent[group.index], *others[group.index :]]
-        return Handle(_Swap(sent, parts, group), lambda: _add(out, parts, spare=others[0]))
+        return Handle(_swap(sent, parts, group), lambda: _add(out, parts, spare=others[0]))
     exchanged = torch.empty_like(x)
     parts = _slices(exchanged, group)
     return Handle(_exchange(exchanged, x, group), lambda: _add(out, parts, spare=parts[0]))
@@ -220,40 +220,36 @@ def _slices(x: Tensor, group: Group) -> Sequence[Tensor]:
     return x.view(group.size, x.numel() // group.size).unbind()
 
 
-class _Swap:
-    """A slice to, and one from, each other rank of a group on the host, all under way at once."""
+class _Works:
+    """Several under way at once."""
 
     __slots__ = ("_works",)
 
-    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> None:
-        peers = [(group.index + step) % group.size for step in range(1, group.size)] if sent[0].numel() else []
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> _Works:
+    """A slice to, and one from, each other rank of a group on the host."""
+    peers = [(group.index + step) % group.size for step in range(1, group.size)] if sent[0].numel() else []
+    link = _link(group)
+    return _Works([link.recv([received[i]], i, 0) for i in peers] + [link.send([sent[i]], i, 0) for i in peers])
+
+
+def _turn(out: Tensor, x: Tensor, group: Group) -> _Works:
+    """A tensor to the next rank of a group and one from the rank before."""
+    to, source = (group.index + 1) % group.size, (group.index - 1) % group.size
+    if _is_gloo(group):
         link = _link(group)
-        self._works = [link.recv([received[peer]], peer, 0) for peer in peers]
-        self._works += [link.send([sent[peer]], peer, 0) for peer in peers]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _Turn:
-    """A tensor to the next rank of a group and one from the rank before, under way at once."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, out: Tensor, x: Tensor, group: Group) -> None:
-        to, source = (group.index + 1) % group.size, (group.index - 1) % group.size
-        if _is_gloo(group):
-            link = _link(group)
-            self._works = [link.recv([out], source, 0), link.send([x], to, 0)]
-        else:  # posted as one: where ranks post sends and receives one by one, each may wait for the next one's receive
-            sent = dist.P2POp(dist.isend, x, group.ranks[to], group.process_group)
-            received = dist.P2POp(dist.irecv, out, group.ranks[source], group.process_group)
-            self._works = dist.batch_isend_irecv([sent, received])
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        return _Works([link.recv([out], source, 0), link.send([x], to, 0)])
+    # Posted as one: where ranks post sends and receives one by one, each may wait for the next one's receive.
+    sent = dist.P2POp(dist.isend, x, group.ranks[to], group.process_group)
+    received = dist.P2POp(dist.irecv, out, group.ranks[source], group.process_group)
+    return _Works(dist.batch_isend_irecv([sent, received]))
 
 
 def _add(out: Tensor, parts: Sequence[Tensor], spare: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_train.mesh.mesh import Group
+from dist_train.model.transformer import Inputs
 from dist_train.ops.cross_entropy import IGNORED
 
 
@@ -72,19 +73,10 @@ class Split:
         return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], 1)[:, : self.tokens]
 
 
-class Rows(Protocol):
-    """A micro-batch (`data/batch.py`): a dataclass with whole rows on the host."""
+class Rows(Inputs, Protocol):
+    """Whole rows on the host, as a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def tokens_BT(self) -> Tensor: ...
-    @property
-    def labels_BT(self) -> Tensor: ...
-    @property
-    def positions_BT(self) -> Tensor: ...
-    @property
-    def documents_BT(self) -> Tensor: ...
 
 
 Micro = TypeVar("Micro", bound=Rows)

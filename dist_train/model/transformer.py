@@ -16,7 +16,7 @@ A rank may hold a part of the model only (`Cut`), with the names that it has in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,19 @@ class Cut(NamedTuple):
 
     first: int
     last: int
+
+
+class Inputs(Protocol):
+    """What forward reads of rows of tokens, and the labels of a loss: `data.MicroBatch`, which this layer does not know."""
+
+    @property
+    def tokens_BT(self) -> Tensor: ...
+    @property
+    def labels_BT(self) -> Tensor: ...
+    @property
+    def positions_BT(self) -> Tensor: ...
+    @property
+    def documents_BT(self) -> Tensor: ...
 
 
 class Context(NamedTuple):

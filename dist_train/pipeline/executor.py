@@ -22,23 +22,10 @@ from torch import Tensor, nn
 from dist_train.comm.collectives import Collectives, Handle
 from dist_train.mesh.mesh import Group, ParallelMesh
 from dist_train.model.attention import LayerCache
-from dist_train.model.transformer import Transformer
+from dist_train.model.transformer import Inputs, Transformer
 from dist_train.pipeline.orders import COMPUTES, SENDS, Action, Kind
 from dist_train.pipeline.schedule import Message, Schedule
 from dist_train.pipeline.stage import units_of
-
-
-class Micro(Protocol):
-    """A micro-batch on the device: tokens of this rank (`data.MicroBatch`)."""
-
-    @property
-    def tokens_BT(self) -> Tensor: ...
-    @property
-    def labels_BT(self) -> Tensor: ...
-    @property
-    def positions_BT(self) -> Tensor: ...
-    @property
-    def documents_BT(self) -> Tensor: ...
 
 
 class Trains(Protocol):
@@ -96,7 +83,7 @@ class Executor:
         parts = [units_of(model, cut) for cut in model.cuts]
         self._parameters = [list(dict.fromkeys(p for unit in units for p in unit.parameters())) for units in parts]
 
-    def train(self, micro_batches: Sequence[Micro], scale: float, z_loss: float) -> Tensor:
+    def train(self, micro_batches: Sequence[Inputs], scale: float, z_loss: float) -> Tensor:
         """Forward and backward of a step's micro-batches, each objective times `scale`. Their cross entropy, a scalar in fp64,
         on one of the ranks that work on them; zero on the others."""
         self.read_clocks()
@@ -109,7 +96,7 @@ class Executor:
         self.step_seconds += self._step.take()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Micro]) -> Tensor:
+    def evaluate(self, micro_batches: Sequence[Inputs]) -> Tensor:
         """The cross entropy of micro-batches, as `train`, without gradients."""
         self.read_clocks()
         try:
@@ -166,7 +153,7 @@ class _Pass:
     """One run of a schedule."""
 
     def __init__(
-        self, executor: Executor, schedule: Schedule, micro_batches: Sequence[Micro], scale: float, z_loss: float
+        self, executor: Executor, schedule: Schedule, micro_batches: Sequence[Inputs], scale: float, z_loss: float
     ) -> None:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.scale, self.z_loss = scale, z_loss

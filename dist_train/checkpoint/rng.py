@@ -88,7 +88,7 @@ def pieces(rank: int, streams: Mapping[str, Tensor]) -> list[Piece]:
 def resume(
     path: Path,
     rank: int,
-    stream: int,
+    seeded_as: int,
     same_layout: bool,
     seed: int,
     step: int,
@@ -97,15 +97,14 @@ def resume(
 ) -> bool:
     """Go on with this rank's saved streams, or reseed by the rule above. Returns whether the saved ones were restored.
 
-    They are restored when `same_layout` is true (the caller compares layouts) and all of this rank's streams were saved. `stream`
-    stands for the rank in that rule.
-    Raises CheckpointError for a damaged file.
+    They are restored when `same_layout` is true (the caller compares layouts) and all of this rank's streams were saved.
+    `seeded_as` stands for the rank in that rule. Raises CheckpointError for a damaged file.
     """
     saved = names(path)
     prefix = f"rng/{rank}/"
     needed = ["python", "numpy", "torch", *(["cuda"] if device.type == "cuda" else []), *generators]
     if not same_layout or any(prefix + stream not in saved for stream in needed):
-        reseed(seed, step, stream, device, generators)
+        reseed(seed, step, seeded_as, device, generators)
         return False
     streams = {stream: torch.empty(saved[prefix + stream][0], dtype=torch.uint8) for stream in needed}
     load(path, pieces(rank, streams))

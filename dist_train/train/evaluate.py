@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -55,8 +54,8 @@ def sample_text(run: Run) -> str:
     """Text that the model writes now, over the ends of documents. Every rank writes it: sharded parameters must be gathered."""
     tokenizer, count = run.corpus.tokenizer, run.config.observe.sample_tokens
     prompt = tokenizer.encode(run.config.observe.sample_prompt) if run.config.observe.sample_prompt else first_tokens(run)
-    options: dict[str, Any] = {"vocab": tokenizer.vocab_size, "forward": run.executor.logits}
-    new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, None, **options)
+    vocab, forward = tokenizer.vocab_size, run.executor.logits
+    new = generate(run.model, prompt, count, 0.8, 0.95, run.state.step, None, vocab=vocab, forward=forward)
     return f"{tokenizer.decode(prompt)} ⟶ {tokenizer.decode(new)}"
 
 

@@ -110,10 +110,12 @@ class ZeroEngine:
         def fill(name: str, param: nn.Parameter, values: Tensor) -> None:
             geometry = geometry_of(name, param)
             if init is not None and param in unborn:
-                fits = values.dtype == param.dtype and geometry.shape == tuple(values.shape)
-                first = values if fits else torch.empty(geometry.shape, dtype=param.dtype, device=values.device)
-                init(name, first)
-                values.copy_(first[geometry.box(values)])
+                if values.dtype == param.dtype and geometry.shape == tuple(values.shape):
+                    init(name, values)
+                else:
+                    whole = torch.empty(geometry.shape, dtype=param.dtype, device=values.device)
+                    init(name, whole)
+                    values.copy_(whole[geometry.box(values)])
             else:
                 values.copy_(param.detach())
 
@@ -178,8 +180,7 @@ class ZeroEngine:
         numbers, scratch = itertools.count(), Scratch()
         users = users_of_parameters(self.module)
         units = list(dict.fromkeys(unit for names in users.values() for unit in names))
-        trainable = [name for name, param in params.items() if param.requires_grad]
-        total = sum(params[name].numel() for name in trainable) * self.precision.reduce.itemsize
+        total = sum(param.numel() for param in params.values() if param.requires_grad) * self.precision.reduce.itemsize
         self.frozen: list[ParamBucket] = []
         self._parts: list[list[ParamBucket]] = []
         for index in range(max(parts) + 1):
@@ -189,11 +190,11 @@ class ZeroEngine:
                 for unit in units:
                     own = [name for name in mine if users[params[name]][0] == unit]
                     # Backward completes units in the reverse of their registration.
-                    made[:0] = make([name for name in own if name in trainable], math.inf)
-                    self.frozen += make([name for name in own if name not in trainable], math.inf)
+                    made[:0] = make([name for name in own if params[name].requires_grad], math.inf)
+                    self.frozen += make([name for name in own if not params[name].requires_grad], math.inf)
             else:
                 # No backward is left to hide the last bucket behind, so a small model comes in several, if not in any number.
-                made = make([name for name in mine if name in trainable], min(size, max(total / 6, 8e6)))
+                made = make([name for name in mine if params[name].requires_grad], min(size, max(total / 6, 8e6)))
             self._parts.append(made)
         self.buckets = [bucket for part in self._parts for bucket in part]
         self._next, self._owed = [0] * len(self._parts), [False] * len(self._parts)

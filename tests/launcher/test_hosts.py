@@ -1,4 +1,4 @@
-"""Slurm's node lists: what they mean, and what each mistake is told."""
+"""Node lists and hostfiles: what they mean, and what each mistake is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_train.config.compose import ConfigError
-from dist_train.launcher.hosts import expand_nodes
+from dist_train.launcher.hosts import Host, expand_nodes, read_hostfile
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,49 @@ def test_ranges_keep_their_order_and_their_zeros(ranges):
     inside = ",".join(f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges)
     expected = [f"n{number:0{width}d}" for first, more, width in ranges for number in range(first, first + more + 1)]
     assert expand_nodes(f"n[{inside}]") == expected
+
+
+def test_F34_a_hostfile_with_comments_users_and_any_line_ends(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_bytes(b"# two nodes\r\nh1 slots=8  \r\n\r\nana@h2 # spare\r\n  h3.cluster\tslots=2\r\nfd00::4\n\n")
+    assert read_hostfile(file) == [
+        Host("h1", None, 8, f"{file}:2"),
+        Host("h2", "ana", None, f"{file}:4"),
+        Host("h3.cluster", None, 2, f"{file}:5"),
+        Host("fd00::4", None, None, f"{file}:6"),
+    ]
+    assert [host.login for host in read_hostfile(file)] == ["h1", "ana@h2", "h3.cluster", "fd00::4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "names no host"),
+        ("# nothing\n", "names no host"),
+        ("h1 lots=8\n", ":1: 'lots=8' is not known"),
+        ("h1\nh2 slots=0\n", ":2: 'slots=0'"),
+        ("h1 slots=\n", ":1: 'slots='"),
+        ("h1 slots=-1\n", ":1: 'slots=-1'"),
+        ("h1 slots=2 slots=3\n", ":1: 'slots=3'"),
+        ("h1 slots 8\n", ":1: 'slots' is not known"),
+        ("h1\nh1 slots=2\n", ":2: host h1 stands in"),
+        ("ana@\n", ":1: 'ana@' is no host"),
+        ("-oProxyCommand=x\n", ":1: '-oProxyCommand=x' is no host"),
+        ("a;b\n", ":1: 'a;b' is no host"),
+    ],
+)
+def test_F34_a_hostfile_that_is_wrong_is_refused_with_its_line(text, words, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as told:
+        read_hostfile(file)
+    assert str(file) in str(told.value) and words in str(told.value)
+
+
+def test_F34_a_hostfile_that_cannot_be_read_is_refused(tmp_path):
+    for file in (tmp_path / "nope", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_hostfile(file)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00h1")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hostfile(tmp_path / "binary")

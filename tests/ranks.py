@@ -18,9 +18,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the ranks of a pool come after it, and import what they need themselves
+    from dist_train.mesh.mesh import ParallelMesh
+    from dist_train.mesh.shape import MeshShape
 
 _pools: dict[int, _Pool] = {}
+_meshes: dict[tuple[MeshShape, tuple[int, ...]], ParallelMesh] = {}  # of this process, which is a rank
 COLLECTIVE_TIMEOUT_SECONDS = 15.0
 
 
@@ -40,13 +45,26 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
         raise
 
 
+def mesh_of(shape: MeshShape, pool: ParallelMesh) -> ParallelMesh:
+    """The mesh of these degrees on all ranks of a pool: on each of them it is made once, since groups take long to make."""
+    from dist_train.mesh.mesh import ParallelMesh
+
+    key = shape, pool.world.ranks
+    if key not in _meshes:
+        _meshes[key] = (
+            ParallelMesh.single() if pool.world.size == 1 else ParallelMesh.from_process_group(shape, timeout_seconds=60)
+        )
+    return _meshes[key]
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer."""
 
 
 class _Pool:
     def __init__(self, n: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # one process imports torch, the ranks of all pools come from it
+        context.set_forkserver_preload(["torch", "dist_train.train.build"])
         self._folder = tempfile.TemporaryDirectory()
         self._answers: Any = context.Queue()
         self._questions = [context.Queue() for _ in range(n)]
@@ -106,10 +124,10 @@ class _Pool:
 
 
 def _serve(rank: int, n: int, folder: str, questions: Any, answers: Any) -> None:
-    import ctypes
     import signal
+    import threading
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test session leaves no ranks behind
+    threading.Thread(target=_end_with_session, daemon=True).start()
     stacks = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
 
@@ -134,6 +152,13 @@ def _serve(rank: int, n: int, folder: str, questions: Any, answers: Any) -> None
         except BaseException:
             answers.put((rank, False, traceback.format_exc()))
         sys.stdout.flush()
+
+
+def _end_with_session() -> None:
+    session = multiprocessing.parent_process()
+    assert session is not None
+    session.join()
+    os._exit(1)  # it was killed; nobody waits for this rank any more
 
 
 @atexit.register

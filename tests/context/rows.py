@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from dist_train.data.batch import MicroBatch
 from dist_train.mesh.mesh import ParallelMesh
 from dist_train.mesh.shape import MeshShape
+from tests.ranks import mesh_of
 
 
 def numbers_of(*rows: list[int]) -> Tensor:
@@ -31,10 +30,8 @@ def packed_rows(numbers_BT: Tensor, seed: int = 1, vocab: int = 53) -> MicroBatc
     return MicroBatch(tokens, labels.masked_fill(ends, -100), positions, numbers_BT, tuple(range(shape[0])))
 
 
-@lru_cache(maxsize=8)
-def mesh_of(cp: int, tp: int = 1) -> ParallelMesh:
-    """This rank's mesh; made once on each rank of a warm pool."""
-    return ParallelMesh.from_process_group(MeshShape(cp=cp, tp=tp), timeout_seconds=15)
+def context_mesh(pool: ParallelMesh, tp: int = 1) -> ParallelMesh:
+    return mesh_of(MeshShape(cp=pool.world.size // tp, tp=tp), pool)
 
 
 def close(ours: Tensor, own: Tensor, exact: Tensor, tiny: float = 1e-7, scale: float = 0.0) -> None:

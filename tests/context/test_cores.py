@@ -13,7 +13,7 @@ from dist_train.context.ring import RingCore, prepare_ring
 from dist_train.context.ulysses import UlyssesCore, prepare_ulysses
 from dist_train.model.transformer import Context
 from dist_train.ops.attention import Documents, attention
-from tests.context.rows import close, mesh_of, numbers_of, packed_rows
+from tests.context.rows import close, context_mesh, numbers_of, packed_rows
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def parts_of(whole: list[Tensor], group) -> list[Tensor]:
 
 def _attend(mesh, comm, kind, whole, numbers, backend="auto", tp=1):
     """This rank's out and gradients, (B, L, heads, H). With tensor parallelism it has a part of the heads."""
-    mesh = mesh_of(mesh.world.size // tp, tp)
+    mesh = context_mesh(mesh, tp)
     whole = [x.chunk(tp, 2)[mesh.tp.index] for x in whole]
     q, k, v, grad = parts_of(whole, mesh.cp)
     core, context = core_of(kind, mesh.cp, comm, numbers, q.dtype, backend)
@@ -163,7 +163,7 @@ def test_F48_queries_that_no_key_reaches_are_left_alone():
 def _count(mesh, comm, kind, whole, numbers):
     """Bytes sent by this rank in forward, and in backward."""
     counter = TrafficCounter()
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     q, k, v, grad = parts_of(whole, group)
     core, context = core_of(kind, group, Collectives(counter), numbers, q.dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -190,7 +190,7 @@ def test_bytes_on_the_wire_are_the_formulas(cp, dtype, size):
 
 def _drop(mesh, comm, seeds):
     """Attention with dropout over values of one, in heads that are all alike."""
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     numbers = numbers_of([60])
     core, context = core_of("ulysses", group, comm, numbers, torch.float32, "auto", 0.5)
     whole = [x[:, :, :1].expand(-1, -1, 4, -1) for x in draw(numbers, 4, 4)]
@@ -209,7 +209,7 @@ def test_F50_dropout_of_attention_is_drawn_apart_on_each_rank():
 
 
 def _wrong_heads(mesh, comm, heads, kv_heads):
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     numbers = ROWS[12]
     core, context = core_of("ulysses", group, comm, numbers, torch.float32)
     with pytest.raises(ValueError, match=f"2 must divide {heads} heads and {kv_heads} key/value heads.*context=ring"):

@@ -15,7 +15,7 @@ from dist_train.model import build_model
 from dist_train.model.attention import AttentionCore
 from dist_train.model.generate import generate
 from dist_train.remat import apply_remat
-from tests.context.rows import close, mesh_of, numbers_of, packed_rows
+from tests.context.rows import close, context_mesh, numbers_of, packed_rows
 from tests.model.toy import shake, toy
 from tests.ranks import run_ranks
 
@@ -49,7 +49,7 @@ def learnt(model, micro):
 
 def _learn(mesh, comm, kind, family, shape, numbers, dtype, policy="none", evaluate=False):
     """This rank's losses and gradients."""
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     model = model_of(family, dtype, policy, **shape)
     apply_context(model, group, kind, comm)
     micro = split_micro_batch(packed_rows(numbers), group)
@@ -98,7 +98,7 @@ def test_F41_recompute_changes_no_bit_and_evaluation_sees_the_same_loss(kind, sh
 
 def _sent(mesh, comm, policy):
     """Bytes that this rank sends in a forward and backward of a model with two layers."""
-    counter, group = TrafficCounter(), mesh_of(mesh.world.size).cp
+    counter, group = TrafficCounter(), context_mesh(mesh).cp
     model = model_of("llama", policy=policy)
     apply_context(model, group, "ring", Collectives(counter))
     learnt(model, split_micro_batch(packed_rows(ROWS[12]), group))
@@ -113,7 +113,7 @@ def test_selective_recompute_keeps_what_came_round_the_ring():
 
 
 def _logits(mesh, comm, kind, numbers, change):
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     model = model_of("llama")
     apply_context(model, group, kind, comm)
     whole = packed_rows(numbers)
@@ -137,7 +137,7 @@ def test_F25_a_documents_logits_move_by_no_bit_when_another_one_changes(kind):
 def _generate(mesh, comm, kind):
     model = model_of("llama")
     plain = generate(model, [3, 1, 4], 20, 0.0)
-    apply_context(model, mesh_of(mesh.world.size).cp, kind, comm)
+    apply_context(model, context_mesh(mesh).cp, kind, comm)
     return generate(model, [3, 1, 4], 20, 0.0) == plain and len(plain) == 20
 
 
@@ -161,7 +161,7 @@ def _applied_alone(mesh, comm):
 
 
 def _refused(mesh, comm):
-    group = mesh_of(mesh.world.size).cp
+    group = context_mesh(mesh).cp
     for shape, kind, words in (
         ({"heads": 4, "kv_heads": 1}, "ulysses", "2 must divide 4 heads and 1 key/value heads.*context=ring"),
         ({"heads": 4, "kv_heads": 2, "dropout": 0.1}, "ring", "model.dropout=0.1.*context=ulysses, or model.dropout=0"),
@@ -210,7 +210,7 @@ class Held(TorchDispatchMode):
 
 def _long_row(mesh, comm, kind, tokens, policy, layers=4):
     """(peak bytes of tensors, entropy) of forward and backward of one row."""
-    group = mesh_of(mesh.world.size).cp if mesh.world.size > 1 else mesh.cp
+    group = context_mesh(mesh).cp
     heads = {"heads": 4, "kv_heads": 4, "hidden": 32} if kind == "ulysses" else {"heads": 1, "kv_heads": 1, "hidden": 8}
     model = model_of("llama", torch.float32, policy, layers=layers, ffn=16, **heads)
     apply_context(model, group, kind, comm)

@@ -17,24 +17,12 @@ from dist_train.comm.trace import TrafficCounter
 from dist_train.config.schema import Config
 from dist_train.context.split import split_micro_batch
 from dist_train.data.batch import MicroBatch
-from dist_train.mesh.mesh import ParallelMesh
 from dist_train.mesh.shape import MeshShape
 from dist_train.model.build import build_model
 from dist_train.train import build
+from tests.ranks import mesh_of
 from tests.toy import toy_config
 from tests.zero.helpers import gathered
-
-_meshes: dict[tuple[MeshShape, tuple[int, ...]], ParallelMesh] = {}  # of this rank's process: groups are made once
-
-
-def mesh_of(shape: MeshShape, pool: ParallelMesh) -> ParallelMesh:
-    """The mesh of these degrees on all ranks of a pool."""
-    key = shape, pool.world.ranks
-    if key not in _meshes:
-        _meshes[key] = (
-            ParallelMesh.single() if pool.world.size == 1 else ParallelMesh.from_process_group(shape, timeout_seconds=60)
-        )
-    return _meshes[key]
 
 
 def rows(step: int, count: int, seq_len: int, vocab: int) -> MicroBatch:

@@ -10,7 +10,7 @@ import torch
 
 from dist_train.config.check import check
 from tests.parity import layouts
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 from tests.zero.helpers import weights
 
 MODEL = ("model.layers=2", "train.global_batch=8", "train.micro_batch=1", "optim.lr=0.5", "train.clip_norm=0.95")
@@ -90,7 +90,7 @@ def test_F41_recompute_replays_dropout_with_several_micro_batches_in_flight(layo
 
 
 def _masks(pool, comm, config):
-    mesh = layouts.mesh_of(layouts.shape_of(config), pool)
+    mesh = mesh_of(layouts.shape_of(config), pool)
     torch.manual_seed(mesh.stream)
     return mesh.shape.coordinates(mesh.rank), torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
 

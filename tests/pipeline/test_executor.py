@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from dist_train.comm.collectives import Handle
-from dist_train.mesh.mesh import ParallelMesh
 from dist_train.mesh.shape import MeshShape
 from dist_train.model.transformer import Cut
 from dist_train.pipeline import executor
@@ -23,10 +22,9 @@ from dist_train.pipeline.executor import Executor
 from dist_train.pipeline.orders import SCHEDULES
 from dist_train.pipeline.schedule import Schedule
 from dist_train.pipeline.timeline import ideal_bubble
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 
 CASES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 2}
-_meshes = {}
 
 
 @dataclass
@@ -110,8 +108,7 @@ class NoProducts:
 
 def _bubble(pool, comm, name, microbatches):
     ranks = pool.world.size
-    mesh = _meshes.setdefault(ranks, None) or ParallelMesh.from_process_group(MeshShape(pp=ranks), timeout_seconds=30)
-    _meshes[ranks] = mesh
+    mesh = mesh_of(MeshShape(pp=ranks), pool)
     chunks, clock = CASES[name], Clock()
 
     def schedule(count, training):

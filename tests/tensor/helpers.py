@@ -16,6 +16,7 @@ from dist_train.model.transformer import Transformer
 from dist_train.params.geometry import geometry_of
 from dist_train.tensor import apply_tensor_plan
 from tests.model.toy import shake, toy
+from tests.ranks import mesh_of
 
 LLAMA = {"family": "llama"}
 GPT = {"family": "gpt"}  # biases and a tied head
@@ -31,8 +32,8 @@ def whole_model(
     return built.to(dtype)
 
 
-def tensor_group(ranks: int) -> Group:
-    return ParallelMesh.from_process_group(MeshShape(tp=ranks), timeout_seconds=15).tp
+def tensor_group(pool: ParallelMesh) -> Group:
+    return mesh_of(MeshShape(tp=pool.world.size), pool).tp
 
 
 def batch(rows: int, tokens: int, vocab: int = 53, packed: bool = False) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def message(function, *args: Any) -> str:
 
 
 def checked_step(mesh, comm, sequence: bool, model: dict[str, Any], forgetful: str, uneven: str) -> str:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     shared = split_model(whole_model(model), group, comm, sequence)
     if forgetful:
         shared.get_submodule(forgetful).comm = Forgetful()
@@ -111,7 +111,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: list[Layer], words: tuple[str
 def refused(mesh, comm, model: dict[str, Any]) -> str:
     built = whole_model({"family": "llama"} | model)
     before = {name: parameter.shape for name, parameter in built.named_parameters()}
-    found = message(apply_tensor_plan, built, tensor_group(mesh.world.size), True, comm)
+    found = message(apply_tensor_plan, built, tensor_group(mesh), True, comm)
     assert before == {name: parameter.shape for name, parameter in built.named_parameters()}
     return found
 
@@ -132,7 +132,7 @@ def test_F39_what_does_not_divide_is_refused_with_the_numbers(ranks: int, model:
 
 
 def out_of_bounds(mesh, comm, key: str) -> str:
-    shared = split_model(whole_model(LLAMA), tensor_group(mesh.world.size), comm, True)
+    shared = split_model(whole_model(LLAMA), tensor_group(mesh), comm, True)
     inputs = batch(2, 13)
     inputs[key][1, 2] = 53
     return message(lambda: step(shared, inputs))

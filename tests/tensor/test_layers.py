@@ -23,7 +23,7 @@ from tests.tensor.helpers import GPT, LLAMA, batch, split_model, step, tensor_gr
 
 
 def adjoints(mesh, comm) -> None:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     everyone = torch.Generator().manual_seed(5)
     addends = torch.randn(group.size, 2 * group.size, 3, generator=everyone)
     loss_weights = torch.randn(2 * group.size, 3, generator=everyone)
@@ -96,7 +96,7 @@ N, D, F1, F2 = 5, 8, 6, 7  # tokens of a rank, width, outputs of two linear laye
 
 
 def timeline(mesh, comm, sequence: bool) -> dict[str, list[str]]:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     events: list[str] = []
     timed = Timeline(events)
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_the_input_gradient_travels_during_products_when_the_stream_is_whole() -
 
 
 def saved_elements(mesh, comm) -> int:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     fan_out, linears = ColumnFanOut(group, comm, True), (nn.Linear(D, F1), nn.Linear(D, F2))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -163,7 +163,7 @@ def test_of_its_input_a_fan_out_keeps_only_this_ranks_tokens() -> None:
 
 
 def deferred(mesh, comm, sequence: bool, model: dict[str, Any], policy: str) -> None:
-    group = tensor_group(mesh.world.size) if mesh.world.size > 1 else mesh.tp
+    group = tensor_group(mesh)
     at_once, later = (split_model(whole_model(model), group, comm, sequence) for _ in range(2))
     queue = WeightGradients()
     defer_weight_gradients(later, queue)
@@ -205,7 +205,7 @@ def test_deferred_gradients_of_weights_are_the_same_bits(ranks, sequence, model,
 
 
 def recomputed(mesh, comm, sequence: bool, model: dict[str, Any], backend: str) -> None:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     traffic = TrafficCounter()
     counted = Collectives(traffic)
     found = {}
@@ -234,7 +234,7 @@ def test_F41_recompute_changes_no_bit(model: dict[str, Any], backend: str, seque
 
 def draws(mesh, comm, sequence: bool) -> list[Tensor]:
     """What this rank drops of ones: on the stream, in attention of its heads, and of the stream again."""
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     shared = split_model(whole_model({"family": "llama", "dropout": 0.5}, backend="math"), group, comm, sequence)
     torch.manual_seed(7)
     found = [shared.dropout(torch.ones(4, 64))]

@@ -28,7 +28,7 @@ FOUR = {"family": "llama", "kv_heads": 4, "tie_embeddings": True}
 
 
 def same_step(mesh, comm, sequence: bool, model: dict[str, Any], shape: tuple[int, int], z_loss: float, ops: str, packed: bool):
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     single = whole_model(model, ops)
     shared = split_model(copy.deepcopy(single), group, comm, sequence)
     inputs = batch(*shape, packed=packed)
@@ -63,7 +63,7 @@ def test_F40_losses_and_gradients_are_those_of_one_process(ranks, model, shape, 
 
 def errors_in_bf16(mesh, comm, sequence: bool, ops: str) -> tuple[dict[str, float], dict[str, float]]:
     """Errors against fp64 of the tensor group, and of one process in bf16."""
-    group, inputs = tensor_group(mesh.world.size), batch(3, 13)
+    group, inputs = tensor_group(mesh), batch(3, 13)
     exact = whole_model(GPT, ops).bfloat16().double()
     single = copy.deepcopy(exact).bfloat16()
     shared = split_model(copy.deepcopy(single), group, comm, sequence)
@@ -83,7 +83,7 @@ def test_bf16_is_within_twice_the_error_of_one_process(sequence: bool, ops: str)
 
 
 def generated(mesh, comm, sequence: bool, model: dict[str, Any]) -> None:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     single = whole_model(model)
     shared = split_model(copy.deepcopy(single), group, comm, sequence)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_generation_is_that_of_one_process(ranks: int, model: dict[str, Any], se
 
 
 def logits_gradients(mesh, comm, sequence: bool) -> None:
-    group, inputs = tensor_group(mesh.world.size), batch(3, 13)
+    group, inputs = tensor_group(mesh), batch(3, 13)
     labels_BT = inputs.pop("labels_BT")
     single = whole_model(LLAMA)
     shared = split_model(copy.deepcopy(single), group, comm, sequence)
@@ -145,7 +145,7 @@ def _normed(attention: nn.Module, split: Any, x_BTD: Tensor, shape: tuple[int, i
 
 
 def trained_with_head_norms(mesh, comm, sequence: bool) -> None:
-    group = tensor_group(mesh.world.size)
+    group = tensor_group(mesh)
     single, shared = with_head_norms(), with_head_norms()
     plan = []
     for row in tensor_plan(shared, sequence):
@@ -188,7 +188,7 @@ def test_F51_a_norm_shared_by_split_heads_has_a_partial_gradient(sequence: bool)
 
 def norms(mesh, comm, sequence: bool, model: dict[str, Any]) -> tuple[float, float]:
     """The norm from what each rank holds, by geometry alone, and that of one process."""
-    group, inputs = tensor_group(mesh.world.size), batch(3, 13)
+    group, inputs = tensor_group(mesh), batch(3, 13)
     single = whole_model(model)
     shared = split_model(copy.deepcopy(single), group, comm, sequence)
     step(single, inputs)
@@ -216,7 +216,7 @@ def test_F02_every_element_counts_once_in_the_norm(ranks: int, model: dict[str, 
 
 
 def parts(mesh, comm, sequence: bool) -> None:
-    group, inputs = tensor_group(mesh.world.size), batch(3, 13)
+    group, inputs = tensor_group(mesh), batch(3, 13)
     config = toy(**GPT).model
     whole = split_model(whole_model(GPT), group, comm, sequence)
     cuts = [Cut(0, 1), Cut(1, 2)]

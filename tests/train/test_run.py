@@ -13,8 +13,8 @@ import torch
 from dist_train import checkpoint
 from dist_train.config.compose import ConfigError, dump
 from dist_train.train.main import train
-from tests.parity.layouts import mesh_of, shape_of
-from tests.ranks import RankFailure, run_ranks
+from tests.parity.layouts import shape_of
+from tests.ranks import RankFailure, mesh_of, run_ranks
 from tests.toy import toy_config
 
 

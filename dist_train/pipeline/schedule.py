@@ -84,7 +84,7 @@ class Schedule:
         for what in ("ranks", "microbatches", "chunks"):
             if getattr(self, what) < 1:
                 raise ValueError(f"pipeline={self.name} with {what}={getattr(self, what)}: there must be at least 1.")
-        if CHUNKS[self.name] not in (None, self.chunks):
+        if CHUNKS.get(self.name) not in (None, self.chunks):
             raise ValueError(
                 f"pipeline={self.name} with {self.chunks} chunks on each rank: this schedule has exactly {CHUNKS[self.name]}. "
                 f"Set that, or choose another of: {', '.join(SCHEDULES)}."

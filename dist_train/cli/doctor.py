@@ -1,25 +1,32 @@
-"""`dist-train doctor`: what is installed, which devices there are, and which kernels will run on them, with the reason."""
+"""`dist-train doctor`: a check-up before a run: what is here, what is wrong and what to do about it, what will run."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import os
-import platform
 import sys
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from dist_train.launcher.checkup.machine import Report
     from dist_train.ops.attention.select import Machine
 
-HELP = """usage: dist-train doctor
+EPILOG = """Each check is ok, warn (a run starts, but slowly, or may fail later) or bad (it fails), with what was found.
+What is printed is meant for bug reports: of the environment it shows what shapes a run, with secrets masked.
 
-Versions, devices, the fused kernels of this installation, and which attention kernel serves what (attention=auto) and why.
-"""
+exit code: 0 ok or warnings; 1 something is bad; 2 wrong arguments
+
+examples
+  dist-train doctor --run-dir runs        this machine, and how fast its disk takes a checkpoint
+  dist-train doctor --peer node02         and which interface leads to another host"""
 PIPED_WIDTH = 160  # columns when the output is no terminal
-PACKAGES = ("hydra-core", "safetensors", "numpy", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "deepspeed", "wandb")
 HEAD_WIDTH = 64  # of the attention that is asked about
 CASES = (  # name, kind, dropout, whether the log-sum-exp is wanted
     ("training, one document a row", "causal", 0.0, False),
@@ -31,57 +38,50 @@ CASES = (  # name, kind, dropout, whether the log-sum-exp is wanted
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0. Raises ConfigError for an argument, of which there are none."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(HELP, end="")
-        return 0
-    if argv:
-        from dist_train.config.compose import ConfigError
+    """0, or 1 when a check is bad. Raises ConfigError, and SystemExit for arguments that do not parse."""
+    options = _parser().parse_args(argv)
+    from dist_train.launcher.checkup import check, machine
 
-        raise ConfigError(f"dist-train doctor {argv[0]}: it takes no argument.")
+    report = machine.examine(Path(options.run_dir) if options.run_dir else None, options.peer, 1)
+    _show(report)
+    _write(options.json, {"state": check.worst(report.checks), "report": dataclasses.asdict(report)})
+    return int(check.worst(report.checks) == check.BAD)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "dist-train doctor",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--run-dir", metavar="D", help="also the disk of this run folder (writes up to 64 MiB there and removes it)")
+    add("--peer", default="", metavar="HOST", help="another host of the job: do gloo and NCCL take the way that leads there?")
+    add("--json", metavar="FILE", help="write everything to FILE, for tools")
+    return parser
+
+
+def _show(report: Report) -> None:
     import torch
     from rich.console import Console
 
+    from dist_train.launcher.checkup import check
     from dist_train.ops.attention.select import this_machine
 
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    console.print(_table("Versions", ("what", "version"), versions()))
-    console.print(_table("Devices", ("device", "what it is"), devices()))
+    _say(console, f"Check-up of {report.host}: {check.verdict(report.checks)}", check.lines(report.checks))
+    _say(console, "Environment", [f"{name}={value}" for name, value in report.environment.items()] or ["nothing set"])
+    console.print(_table("Versions", ("what", "version"), report.versions.items()))
+    speeds = report.gflops.items()
+    console.print(_table("Devices", ("device", "what it is"), (tuple(each.split(": ", 1)) for each in report.devices)))
+    console.print(_table("Matrix products", ("device", "GFLOP/s"), ((name, f"{speed:.0f}") for name, speed in speeds)))
     console.print(_table("Fused kernels (csrc)", ("for", "state"), fused_kernels()))
     for kind in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         headers = ("case", "dtype", "runs", "why not those before it")
         title = f"Attention on {kind} (attention=auto, heads {HEAD_WIDTH} wide)"
         console.print(_table(title, headers, attention_rows(this_machine(torch.device(kind)))))
-    return 0
-
-
-def versions() -> Iterator[tuple[str, str]]:
-    """Package and version of all that matters; "not installed" for optional ones."""
-    import torch
-
-    from dist_train import __version__
-
-    yield "dist_train", __version__
-    yield "python", platform.python_version()
-    yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
-    for name in PACKAGES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            yield name, "not installed"
-
-
-def devices() -> Iterator[tuple[str, str]]:
-    import torch
-
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    yield "cpu", f"{platform.machine()}, {threads}"
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        yield (
-            f"cuda:{index}",
-            f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}",
-        )
 
 
 def fused_kernels() -> Iterator[tuple[str, str]]:
@@ -109,7 +109,26 @@ def attention_rows(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
             yield name, dtypes, choice.backend + (" in fp32" if wide else ""), choice.reason
 
 
-def _table(title: str, headers: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
+def _say(console: Console, title: str, text: list[str]) -> None:
+    console.print(title, style="italic", markup=False, highlight=False)
+    for line in text:  # never folded: a report must survive being pasted
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(file: str | None, found: dict[str, Any]) -> None:
+    from dist_train.config.compose import ConfigError
+
+    if file is None:
+        return
+    try:
+        descriptor = os.open(Path(file).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            json.dump(found, out, indent=1)
+    except OSError as error:
+        raise ConfigError(f"--json {file}: {error.strerror}; give a file in a folder that exists.") from None
+
+
+def _table(title: str, headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

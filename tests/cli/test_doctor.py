@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from dist_train.ops.attention.select import Machine
 def test_it_prints_all_tables_and_leaves_with_0(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for text in (__version__, platform.python_version(), torch.__version__, "hydra-core", "Devices", "Fused kernels"):
+    versions = (__version__, platform.python_version(), torch.__version__)
+    for text in (*versions, "hydra-core", "Devices", "Fused kernels", "shared memory"):
         assert text in out
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
     told = {(row[0], row[1]): row[2] for row in rows if len(row) == 4 and row[1]}
@@ -77,5 +79,30 @@ def test_the_state_of_the_fused_kernels(library, expected, monkeypatch):
 
 
 def test_arguments_and_help(capsys):
-    assert main(["doctor", "--help"]) == 0 and "usage: dist-train doctor" in capsys.readouterr().out
-    assert main(["doctor", "now"]) == 2 and "takes no argument" in capsys.readouterr().err
+    for words, code, text in ((["--help"], 0, "usage: dist-train doctor"), (["now"], 2, "unrecognized arguments: now")):
+        with pytest.raises(SystemExit) as end:
+            main(["doctor", *words])
+        said = capsys.readouterr()
+        assert end.value.code == code and text in said.out + said.err
+
+
+def test_a_bad_check_is_exit_code_1_and_the_json_file_says_which(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    (tmp_path / "taken").write_text("")
+    assert main(["doctor", "--run-dir", str(tmp_path / "taken"), "--json", str(file)]) == 1
+    assert "bad   run folder" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["state"] == "bad" and file.stat().st_mode & 0o077 == 0
+    assert [each["name"] for each in found["report"]["checks"] if each["state"] == "bad"] == [f"run folder {tmp_path / 'taken'}"]
+
+
+def test_no_secret_is_shown(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JWT", "first")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "second")
+    monkeypatch.setenv("AWS_REGION", "third")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("DIST_TRAIN_MIRROR", "https://me:fourth@host/x?token=fifth&a=1")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "NCCL_DEBUG=INFO" in out and "DIST_TRAIN_MIRROR=https://***host/x?***&a=1" in out
+    assert not any(word in out for word in ("first", "second", "third", "fourth", "fifth"))

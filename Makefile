@@ -5,7 +5,7 @@ READY = .venv/.ready
 CSRC = $(wildcard csrc/* csrc/*/*)
 ARGS ?=
 
-.PHONY: help setup train test test-parity lint bench
+.PHONY: help setup train test test-parity test-cluster lint bench
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -20,6 +20,10 @@ test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
 
 test-parity: $(READY) ## all engines' cases and 600 layouts of the parity matrices (an hour); `make test` runs a draw of them
 	PARITY=all .venv/bin/python -m pytest tests/zero/test_parity.py tests/parity $(ARGS)
+
+test-cluster: $(READY) ## run the tests on real clusters made here: Slurm, MPI, ssh, an image (root; installs what it needs)
+	tests/cluster/setup.sh
+	.venv/bin/python -m pytest tests/cluster $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .

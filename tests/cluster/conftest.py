@@ -1,0 +1,50 @@
+"""What the cluster tests share. Nothing is skipped: without root or the packages they fail and say what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts, hosts
+
+ROOT = Path(__file__).resolve().parents[2]
+DIST_TRAIN = [sys.executable, "-m", "dist_train.cli.main"]
+TOY = [
+    *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=32", "model.vocab=53"),
+    *("data=synthetic", "data.synthetic_documents=64", "train.seq_len=16", "train.global_batch=8", "train.micro_batch=2"),
+    *("train.eval_every=0", "checkpoint.every=0", "observe.sample_tokens=0", "observe.tensorboard=false"),
+    *("observe.progress=false", "launch.device=cpu", "launch.timeout_seconds=60", "launch.grace_seconds=20"),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine() -> None:
+    """Root, and the programs that make hosts."""
+    if os.geteuid() != 0:
+        pytest.exit("tests/cluster makes network namespaces and needs root", 2)
+    if missing := [name for name in ("ip", "nsenter", "unshare", "hostname") if shutil.which(name) is None]:
+        pytest.exit(f"tests/cluster needs {', '.join(missing)}: run `make test-cluster`, which installs what it needs", 2)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    with hosts(2) as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The override that keeps token files in one folder for all tests."""
+    return f"data.cache_dir={tmp_path_factory.mktemp('tokens')}"

@@ -71,8 +71,14 @@ def _for_this_job(config: Config) -> Config:
 
 
 def train(config: Config) -> int:
-    """Run this config to its end, on ranks of our own or as one rank of somebody else's job; the exit code."""
-    place = environment.detect(os.environ, os.getppid())
+    """Run this config to its end: on ranks of our own, as one node of several, or as one rank of somebody else's job."""
+    node = environment.detect_node(os.environ)
+    place = environment.detect(os.environ, os.getppid()) if node is None else None
+    if place is not None and place.by == "srun" and config.launch.nodes > 1:
+        ranks = check.world_size(config, _devices(config.launch.device))
+        node = environment.node_of_step(os.environ, place, config.launch.nodes, ranks)
+    if node is not None:
+        return _start_node(config, node)
     if place is None:
         return _start(config)
     if any(word in sys.argv for word in _MULTIRUN):
@@ -95,12 +101,37 @@ def train(config: Config) -> int:
     return code
 
 
+def _start_node(config: Config, place: environment.NodePlace) -> int:
+    if any(word in sys.argv for word in _MULTIRUN):
+        raise ConfigError("--multirun: its jobs start one after the other; on several nodes start each by itself.")
+    if place.nodes != config.launch.nodes:
+        rule = f"the environment says that {place.nodes} nodes were started"
+        raise ConfigError(f"launch.nodes={config.launch.nodes}: {rule}; set launch.nodes={place.nodes}.")
+    from dist_train.launcher.node import run_node
+
+    world_size = check.world_size(config, _devices(config.launch.device))
+    folders: list[Path] = []  # of node 0, which alone calls `prepare`
+    with ExitStack() as held:
+
+        def prepare() -> tuple[Path, tuple[int, ...]]:
+            check.require(config, world_size)
+            run_dir, lock = _prepare(config)
+            held.enter_context(lock)
+            folders.append(run_dir)
+            return run_dir, lock.descriptors
+
+        code = run_node(place, config.launch, prepare, world_size // place.nodes)
+    for run_dir in folders:
+        _tell_end(config, run_dir, code)
+    return code
+
+
 def _start(config: Config) -> int:
     from dist_train.launcher.elastic import Job, run
     from dist_train.launcher.rendezvous import listen
 
     world_size = check.world_size(config, _devices(config.launch.device))
-    check.require(config, world_size)
+    check.require(config, world_size, check.one_node(config))
     with listen(config.launch.port) as listener:
         run_dir, lock = _prepare(config)
         job = Job(

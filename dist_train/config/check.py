@@ -6,7 +6,7 @@ This is the only place where two groups of the config meet. It never edits the c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,7 +69,7 @@ _AT_LEAST: dict[str, float] = {
 _BELOW: dict[str, float] = {"model.dropout": 1, "optim.beta1": 1, "optim.beta2": 1, "optim.momentum": 1}
 _AT_MOST: dict[str, float] = {"data.eval_fraction": 0.5, "shard.compress_fraction": 1}
 _ABOVE_ZERO = (
-    *("shard.bucket_mb", "shard.compress_fraction", "launch.timeout_seconds", "optim.eps"),
+    *("shard.bucket_mb", "shard.compress_fraction", "launch.timeout_seconds", "launch.lost_seconds", "optim.eps"),
     *("model.norm_eps", "model.rope_theta", "precision.loss_scale_min"),
 )
 _PATH_SOURCES = ("text", "jsonl", "parquet", "huggingface", "tokens")
@@ -114,9 +114,17 @@ def check(config: Config, world_size: int) -> list[Problem]:
     return problems
 
 
-def require(config: Config, world_size: int) -> None:
-    """Raise ConfigError listing every problem."""
-    if problems := check(config, world_size):
+def one_node(config: Config) -> Iterator[Problem]:
+    """What stands against starting all ranks on this node, by this process."""
+    if config.launch.nodes > 1:
+        rule = "launch.kind=local starts the ranks of one node"
+        remedy = "start it on every node: launch.kind=ssh, `dist-train submit` (Slurm), or inside srun, mpirun or torchrun"
+        yield Problem("launch.nodes", config.launch.nodes, rule, remedy)
+
+
+def require(config: Config, world_size: int, others: Iterable[Problem] = ()) -> None:
+    """Raise ConfigError listing every problem, `others` included."""
+    if problems := [*check(config, world_size), *others]:
         raise ConfigError("\n".join(str(problem) for problem in problems))
 
 
@@ -239,9 +247,9 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     if config.shard.replicas > 1 and config.shard.stage == 0:
         rule = "at shard.stage=0 every rank is a replica already"
         yield Problem("shard.replicas", config.shard.replicas, rule, "set shard.stage=1, 2 or 3, or shard.replicas=1")
-    if launch.nodes > 1:
-        rule = "launch.kind=local starts the ranks of one node"
-        yield Problem("launch.nodes", launch.nodes, rule, "run `dist-train train` on each node inside torchrun, srun or mpirun")
+    if world_size % launch.nodes:
+        rule = f"the {world_size} ranks of the mesh are not the same number on each node"
+        yield Problem("launch.nodes", launch.nodes, rule, "set mesh.dp so that the ranks are a multiple of launch.nodes")
     if launch.ranks_per_node and launch.ranks_per_node * launch.nodes != world_size:
         rule = f"times launch.nodes={launch.nodes} it is not the {world_size} ranks of the mesh"
         yield Problem("launch.ranks_per_node", launch.ranks_per_node, rule, "leave launch.ranks_per_node=0")

@@ -92,6 +92,7 @@ class LaunchConfig:
     device: str = "auto"  # auto | cpu | cuda
     max_restarts: int = 0  # whole-group restarts after a failure
     port: int = 0  # rendezvous port; 0: a free one
+    lost_seconds: float = 60.0  # several nodes: one that gives no sign of life for so long is lost, and the job with it
     timeout_seconds: float = 600.0  # of every collective on every group
     grace_seconds: float = 30.0  # between asking ranks to stop and killing them
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dist_train.launcher.logs import RankLogs
+from dist_train.launcher.peers import Peers
 from dist_train.launcher.reaper import Reaper
-from dist_train.launcher.report import BAD_INPUT, OK, PREEMPTED
+from dist_train.launcher.report import BAD_INPUT, LOST, OK, PREEMPTED
 
 SIBLING_SECONDS = 5.0  # what ranks are given after one of them has failed: they cannot save without it
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -34,12 +35,13 @@ class Agent(LocalElasticAgent):
     """Starts, watches and ends the ranks of this node.
 
     Whatever signal stops the launcher, ranks get SIGTERM, `grace_seconds`, then SIGKILL; a second SIGINT kills at once.
-    When a rank ends, the processes it started end with it. Bad input and a preemption are not tried again.
+    When a rank ends, the processes it started end with it. Bad input and a preemption are not tried again. With `peers` the
+    trouble of any node ends the attempt on all of them.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, reaper: Reaper, grace_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, reaper: Reaper, grace_seconds: float, peers: Peers | None) -> None:
         super().__init__(spec, logs)
-        self._grace_seconds, self._reaper = grace_seconds, reaper
+        self._grace_seconds, self._reaper, self._peers = grace_seconds, reaper, peers
         self._ended: dict[int, int] = {}  # local rank -> status
         self._killed_by: signal.Signals | None = None
         self.first: Failure | None = None
@@ -58,21 +60,30 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._killed_by is not None:  # it came while the last attempt was being ended
             raise SignalException("stopped between attempts", self._killed_by)
-        if self.first is not None:
-            self.restarts += 1
+        self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         self._ended, self.first = {}, None
+        if self._peers is not None:
+            self._peers.attempt(self.restarts)
         started = super()._start_workers(worker_group)
         self._reaper.watch(started.values())
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._note_ends(worker_group)
-        if self.first is not None and self._pcontext is not None:
-            if self.first.status in (BAD_INPUT, PREEMPTED):
+        elsewhere = self._peers.trouble() if self._peers is not None and self.first is None else None
+        status = self.first.status if self.first is not None else elsewhere.status if elsewhere is not None else OK
+        if status != OK and self._pcontext is not None:
+            if status in (BAD_INPUT, LOST, PREEMPTED):
                 self._remaining_restarts = 0
-            patience = self._grace_seconds if self.first.status == PREEMPTED else min(SIBLING_SECONDS, self._grace_seconds)
+            patience = self._grace_seconds if status == PREEMPTED else min(SIBLING_SECONDS, self._grace_seconds)
             self._end_all(patience)
+        if elsewhere is not None:
+            return RunResult(WorkerState.FAILED)
         return super()._monitor_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        if self._peers is None:  # otherwise nodes part by `Peers.leave`, which a dead node does not hold up
+            super()._exit_barrier()
 
     def _note_ends(self, worker_group: WorkerGroup) -> None:
         assert self._pcontext is not None
@@ -87,6 +98,8 @@ class Agent(LocalElasticAgent):
                 failures.append(Failure(worker_group.workers[local_rank].global_rank, status, file))
         if failures and self.first is None:
             self.first = min(failures, key=_when)
+            if self._peers is not None:
+                self._peers.report(self.first.rank, self.first.status, os.path.exists(self.first.error_file))
 
     def _end_all(self, seconds: float) -> None:
         assert self._pcontext is not None

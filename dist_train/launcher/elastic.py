@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from dist_train.launcher.agent import Agent
     from dist_train.launcher.logs import RankLogs
+    from dist_train.launcher.peers import Peers
+
+SETTLE_SECONDS = 5.0  # in which the nodes of a job agree whose failure was the first
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,24 @@ class Job:
     held: tuple[int, ...] = ()
 
 
-def run(job: Job, listener: socket.socket | None = None) -> int:
+def run(
+    job: Job, listener: socket.socket | None = None, meeting: RendezvousHandler | None = None, peers: Peers | None = None
+) -> int:
     """Start the ranks, wait for all of them and return the exit code of the job.
 
     0 when every rank ended with 0; 75 when they were asked to stop and saved; else the code of the rank that failed first
     (128+n for signal n), which is reported on standard error with its last lines; 128+n for a signal n to the launcher.
-    `listener` is a socket from `rendezvous.listen`, for callers that want to know early that the port is theirs.
+    `listener` is a socket from `rendezvous.listen`, for callers that want to know early that the port is theirs; `meeting` and
+    `peers` are those of a node agent (`launcher/node.py`), which has met the other nodes already.
     Raises ConfigError for a port in use and a wrong rendezvous. Call it from the main thread: it handles signals.
     """
     from dist_train.launcher.rendezvous import OneNode, listen, several_nodes
 
     run_id = "dist_train"
     handler: RendezvousHandler
-    if job.nodes == 1:
+    if meeting is not None:
+        handler = meeting
+    elif job.nodes == 1:
         handler = OneNode(listener or listen(job.port), run_id)
     else:
         handler = several_nodes(job.rendezvous, job.nodes, job.node_rank, run_id)
@@ -94,9 +102,9 @@ def run(job: Job, listener: socket.socket | None = None) -> int:
             monitor_interval=0.05,
         )
         with Reaper(job.held) as reaper, Tee(logs, sys.stdout.buffer, sys.stderr.buffer) if job.tee else nullcontext():
-            agent = Agent(spec, logs, reaper, job.grace_seconds)
+            agent = Agent(spec, logs, reaper, job.grace_seconds, peers)
             stopped_by = _supervise(agent)
-        return _conclude(agent, logs, stopped_by, keeps_logs=job.logs is not None)
+        return _conclude(agent, logs, stopped_by, keeps_logs=job.logs is not None, peers=peers)
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -118,7 +126,7 @@ def _supervise(agent: Agent) -> signal.Signals | None:
     return None
 
 
-def _conclude(agent: Agent, logs: RankLogs, stopped_by: signal.Signals | None, keeps_logs: bool) -> int:
+def _conclude(agent: Agent, logs: RankLogs, stopped_by: signal.Signals | None, keeps_logs: bool, peers: Peers | None) -> int:
     if stopped_by is not None and agent.first is None:
         statuses = set(agent.statuses().values())
         if PREEMPTED in statuses and statuses <= {OK, PREEMPTED}:
@@ -127,8 +135,13 @@ def _conclude(agent: Agent, logs: RankLogs, stopped_by: signal.Signals | None, k
             return OK
         _say(f"dist-train: stopped by {stopped_by.name}; the ranks ended without saving (exit statuses {_listed(agent)})")
         return 128 + stopped_by
+    ended = peers is not None and (agent.first is not None or peers.trouble() is not None)
+    cause = peers.settled(SETTLE_SECONDS) if peers is not None and ended else None
+    if peers is not None and cause is not None and cause.node != peers.node and cause.status != PREEMPTED:
+        _say(f"dist-train: {cause.words()}; exit code of the job: {exit_code(cause.status)}")
+        return exit_code(cause.status)
     if agent.first is None:
-        return OK
+        return OK if cause is None else exit_code(cause.status)
     if agent.first.status == PREEMPTED:
         return PREEMPTED
     lines, log = logs.last_lines(agent.first.rank)

@@ -6,7 +6,7 @@ import errno
 import socket
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous import registry as handlers
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -40,29 +40,23 @@ def port_error(port: int, error: Exception) -> ConfigError:
     return ConfigError(f"port {port}: cannot be used for the ranks to meet ({reason}); give another, or 0 to take a free one.")
 
 
-class OneNode(RendezvousHandler):
-    """The meeting of one node with itself, over a socket that listens already."""
+class FixedNodes(RendezvousHandler):
+    """Nodes whose places are known meet in a store that exists: the one of node 0, at `address` and `port`, for ranks too."""
 
-    def __init__(self, listener: socket.socket, run_id: str) -> None:
-        self._port, self._run_id = listener.getsockname()[1], run_id
-        self._store = TCPStore(
-            _LOOPBACK,
-            self._port,
-            is_master=True,
-            timeout=timedelta(seconds=_STORE_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    def __init__(self, store: Store, address: str, port: int, node: int, nodes: int, run_id: str) -> None:
+        self._store, self._address, self._port, self._run_id = store, address, port, run_id
+        self._node, self._nodes = node, nodes
 
     def get_backend(self) -> str:
-        return "one-node"
+        return "fixed-nodes"
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
+        where = RendezvousStoreInfo(self._address, self._port)
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), self._node, self._nodes, where)
 
     def is_closed(self) -> bool:
         return False
@@ -78,6 +72,22 @@ class OneNode(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class OneNode(FixedNodes):
+    """The meeting of one node with itself, over a socket that listens already."""
+
+    def __init__(self, listener: socket.socket, run_id: str) -> None:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        super().__init__(store, _LOOPBACK, port, 0, 1, run_id)
 
 
 def several_nodes(endpoint: str, nodes: int, node_rank: int | None, run_id: str) -> RendezvousHandler:

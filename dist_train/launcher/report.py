@@ -6,6 +6,7 @@ import signal
 
 OK = 0
 BAD_INPUT = 2  # a configuration or an input that the user can put right
+LOST = 74  # a node of several stopped answering: start it again and it goes on from the last checkpoint (EX_IOERR)
 PREEMPTED = 75  # stopped on request after saving: start it again and it goes on (EX_TEMPFAIL of sysexits.h)
 
 _SIGNALS = {
@@ -22,6 +23,7 @@ _SIGNALS = {
 _CODES = {
     1: "an error that nothing caught",
     BAD_INPUT: "a bad configuration or input",
+    LOST: "a node was lost",
     PREEMPTED: "stopped after saving; start it again to resume",
     126: "the program may not be executed",
     127: "the program was not found",

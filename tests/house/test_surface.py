@@ -19,8 +19,8 @@ checkpoint.every checkpoint.keep checkpoint.resume checkpoint.same_data checkpoi
 data.blend data.cache_dir data.eval_fraction data.max_documents data.path data.shuffle data.source data.split
 data.synthetic_documents data.synthetic_max_tokens data.synthetic_min_tokens data.text_field data.tokenizer
 data.tokenizer_vocab data.workers
-launch.device launch.grace_seconds launch.kind launch.max_restarts launch.nodes launch.port launch.ranks_per_node
-launch.timeout_seconds
+launch.device launch.grace_seconds launch.kind launch.lost_seconds launch.max_restarts launch.nodes launch.port
+launch.ranks_per_node launch.timeout_seconds
 lr.decay_steps lr.min_ratio lr.schedule lr.warmup_steps
 mesh.chunks mesh.cp mesh.dp mesh.pp mesh.sequence mesh.stage_layers mesh.tp
 model.activation model.bias model.dropout model.family model.ffn model.heads model.hidden model.init model.init_std

@@ -1,0 +1,193 @@
+"""One launcher on each node: where it finds its place, that it trains the curve of one node, and how all of them end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from dist_train.config import check
+from dist_train.config.compose import ConfigError, compose
+from dist_train.launcher.environment import NodePlace, Place, detect_node, node_of_step
+from dist_train.launcher.peers import Peers
+from tests.launcher.jobs import Job, job, run
+from tests.launcher.test_train import TOY, rank_pid, steps, wait_for_steps
+
+NODE = {"DIST_TRAIN_NODES": "4", "DIST_TRAIN_NODE_RANK": "1", "DIST_TRAIN_RENDEZVOUS": "h1:29500"}
+LOST = ["launch.lost_seconds=3"]
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [f"data.cache_dir={tmp_path_factory.getbasetemp() / 'tokens'}"]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def nodes(stack: ExitStack, folder: Path, count: int, *command: str) -> list[Job]:
+    where = f"127.0.0.1:{free_port()}"
+    places = [dict(zip(NodePlace.VARIABLES, (str(count), str(node), where))) for node in range(count)]
+    command = ("train", *TOY, f"launch.nodes={count}", *command)
+    return [stack.enter_context(job(folder, *command, env={**place})) for place in places]
+
+
+def test_the_place_of_a_node_is_three_variables() -> None:
+    assert detect_node(NODE) == NodePlace(1, 4, "h1", 29500)
+    assert detect_node({**NODE, "DIST_TRAIN_RENDEZVOUS": "[fd00::1]:80"}) == NodePlace(1, 4, "fd00::1", 80)
+    assert detect_node({"SLURM_JOB_ID": "7"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("DIST_TRAIN_NODES", None, "not set"),
+        ("DIST_TRAIN_NODES", "two", "must be a number"),
+        ("DIST_TRAIN_NODES", "0", "at least one"),
+        ("DIST_TRAIN_NODE_RANK", "-1", "must be a number"),
+        ("DIST_TRAIN_NODE_RANK", "4", "from 0 to DIST_TRAIN_NODES-1 = 3"),
+        ("DIST_TRAIN_RENDEZVOUS", "h1", "HOST:PORT"),
+        ("DIST_TRAIN_RENDEZVOUS", ":29500", "HOST:PORT"),
+        ("DIST_TRAIN_RENDEZVOUS", "h1:70000", "HOST:PORT"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused_by_the_name_of_its_variable(name: str, value: str | None, words: str) -> None:
+    env = {key: text for key, text in {**NODE, name: value}.items() if text is not None}
+    with pytest.raises(ConfigError, match=f"{name}.*{words}"):
+        detect_node(env)
+
+
+def test_a_step_with_one_task_a_node_is_a_step_of_nodes_when_there_are_more_ranks_than_tasks() -> None:
+    place = Place("srun", 1, 2, 0, None, "h1", 20001)
+    step = {"SLURM_STEP_NUM_NODES": "2"}
+    assert node_of_step(step, place, 2, 4) == NodePlace(1, 2, "h1", 20001)
+    assert node_of_step(step, place, 2, 2) is None, "one rank a node: the tasks are the ranks"
+    assert node_of_step(step, Place("srun", 1, 4, 0, None, "h1", 20001), 2, 4) is None, "a task a rank"
+    assert node_of_step({"SLURM_STEP_NUM_NODES": "1"}, place, 2, 4) is None, "two tasks on one node"
+    assert node_of_step(step, Place("mpirun", 1, 2, 0, None, "h1", 20001), 2, 4) is None
+
+
+def test_several_nodes_are_refused_where_one_is_started_and_the_ways_are_named() -> None:
+    config = compose(["launch.nodes=2", "mesh.dp=2"])
+    assert check.check(config, 2) == []
+    (problem,) = check.one_node(config)
+    for way in ("launch.kind=ssh", "dist-train submit", "srun", "mpirun", "torchrun"):
+        assert way in str(problem)
+    assert "launch.nodes=2" in str(check.check(compose(["launch.nodes=2", "mesh.dp=3", "train.global_batch=6"]), 3)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_nodes_train_the_curve_of_one(tmp_path: Path, cache: list[str], ranks: int) -> None:
+    command = [*cache, f"mesh.dp={2 * ranks}", "train.steps=4"]
+    code, text = run(tmp_path, "train", *TOY, *command, "run.dir=one")
+    assert code == 0, text
+    with ExitStack() as stack:
+        jobs = nodes(stack, tmp_path, 2, *command, "run.dir=two")
+        assert [each.wait() for each in jobs] == [0, 0], [each.text() for each in jobs]
+        assert [each.text().count("run folder: ") for each in jobs] == [1, 0]
+        for each in jobs:
+            each.wait_until_gone()
+    curves = [[json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("one", "two")]
+    assert curves[0] == curves[1]
+    assert sorted(path.name for path in (tmp_path / "two" / "logs").iterdir()) == [
+        f"rank_{rank:05d}.log" for rank in range(2 * ranks)
+    ]
+
+
+def test_F29_every_node_ends_with_the_code_of_the_rank_that_failed_first_and_says_where(tmp_path: Path, cache: list[str]) -> None:
+    with ExitStack() as stack:
+        jobs = nodes(stack, tmp_path, 2, *cache, "mesh.dp=4", "run.dir=run", "train.steps=100000")
+        wait_for_steps(jobs[0], tmp_path / "run")
+        os.kill(rank_pid(jobs[1], 3), signal.SIGKILL)
+        assert [each.wait(30) for each in jobs] == [137, 137], [each.text() for each in jobs]
+        for each in jobs:
+            each.wait_until_gone(1)
+        assert f"node 1 ({socket.gethostname()}) ended first: rank 3 was killed by SIGKILL" in jobs[0].text()
+        assert "rank 3 was killed by SIGKILL" in jobs[1].text()
+
+
+def test_a_restart_after_a_failure_is_one_of_all_nodes(tmp_path: Path, cache: list[str]) -> None:
+    with ExitStack() as stack:
+        command = [*cache, "mesh.dp=2", "run.dir=run", "train.steps=100000", "checkpoint.every=2", "launch.max_restarts=1"]
+        jobs = nodes(stack, tmp_path, 2, *command)
+        wait_for_steps(jobs[0], tmp_path / "run", 6)
+        os.kill(rank_pid(jobs[1], 1), signal.SIGKILL)
+        wait_for_steps(jobs[0], tmp_path / "run", len(steps(tmp_path / "run")) + 20)
+        os.kill(jobs[1].process.pid, signal.SIGTERM)
+        assert [each.wait(30) for each in jobs] == [75, 75], [each.text() for each in jobs]
+    found = steps(tmp_path / "run")
+    assert found == list(range(1, len(found) + 1))
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_F33_F37_a_signal_to_one_launcher_stops_all_nodes_after_saving(tmp_path: Path, cache: list[str], told: int) -> None:
+    with ExitStack() as stack:
+        jobs = nodes(stack, tmp_path, 2, *cache, "mesh.dp=2", "run.dir=run", "train.steps=100000")
+        wait_for_steps(jobs[0], tmp_path / "run")
+        jobs[told].process.send_signal(signal.SIGUSR1)
+        assert [each.wait(30) for each in jobs] == [75, 75], [each.text() for each in jobs]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{len(steps(tmp_path / 'run')):08d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_F32_a_node_that_dies_ends_the_others(tmp_path: Path, cache: list[str], dead: int) -> None:
+    with ExitStack() as stack:
+        jobs = nodes(stack, tmp_path, 2, *cache, *LOST, "mesh.dp=2", "run.dir=run", "train.steps=100000")
+        wait_for_steps(jobs[0], tmp_path / "run")
+        for pid in jobs[dead].alive():
+            os.kill(pid, signal.SIGSTOP)  # silent, with every connection open, as behind a dead link
+        assert jobs[1 - dead].wait(40) == 74, jobs[1 - dead].text()
+        jobs[1 - dead].wait_until_gone(1)
+        assert f"node {dead} ({socket.gethostname()}) was lost" in jobs[1 - dead].text()
+        for pid in jobs[dead].alive():
+            os.kill(pid, signal.SIGCONT)
+        assert jobs[dead].wait(40) != 0
+        jobs[dead].wait_until_gone(1)
+
+
+def test_what_node_0_refuses_is_said_once_and_ends_all_with_2(tmp_path: Path, cache: list[str]) -> None:
+    with ExitStack() as stack:
+        jobs = nodes(stack, tmp_path, 2, *cache, "mesh.dp=2", "train.global_batch=3", "run.dir=run")
+        assert [each.wait(30) for each in jobs] == [2, 2], [each.text() for each in jobs]
+        assert "train.global_batch=3" in jobs[0].text() and jobs[1].text() == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_that_do_not_come_are_counted_by_number(tmp_path: Path, cache: list[str]) -> None:
+    env: dict[str, str | None] = {**NODE, "DIST_TRAIN_NODE_RANK": "0", "DIST_TRAIN_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
+    code, text = run(tmp_path, "train", *TOY, *cache, "mesh.dp=4", "launch.nodes=4", "launch.timeout_seconds=2", env=env)
+    assert code == 2 and "3 of 4 nodes did not come" in text and ": 1, 2, 3; " in text
+
+
+def test_the_environment_and_launch_nodes_must_agree(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "train", *TOY, env={**NODE})
+    assert code == 2 and "launch.nodes=1: the environment says that 4 nodes were started; set launch.nodes=4" in text
+
+
+def test_the_failure_that_is_nobodys_victim_is_the_first() -> None:
+    """Node 1 tells at once; node 0, whose rank wrote that a connection was closed, is heard after it."""
+    port = free_port()
+    own = [TCPStore("127.0.0.1", port, None, node == 0, wait_for_workers=False) for node in (0, 1)]
+    peers = [Peers(store, node, 2, 60.0, 1.0) for node, store in enumerate(own)]
+    for node, store in enumerate(own):
+        store.set(f"beat{node}", "0")
+    for each in peers:
+        each.met(["a", "b"])
+    peers[0].report(0, 1, told=True)
+    time.sleep(0.2)
+    peers[1].report(3, -9, told=False)
+    found = [each.settled(10.0) for each in peers]
+    assert [(each.node, each.host, each.rank, each.status) for each in found if each] == [(1, "b", 3, -9)] * 2
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(Peers.leave, peers, (1, 137))) == [137, 137]

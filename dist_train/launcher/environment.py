@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dist_train.config.compose import ConfigError
 from dist_train.launcher.hosts import expand_nodes
@@ -21,6 +22,50 @@ class Place:
     local_size: int | None
     address: str | None
     port: int | None
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One node of several, which starts its own ranks; `address` and `port`: where node 0 can be met."""
+
+    VARIABLES: ClassVar = ("DIST_TRAIN_NODES", "DIST_TRAIN_NODE_RANK", "DIST_TRAIN_RENDEZVOUS")
+    node: int
+    nodes: int
+    address: str
+    port: int
+
+
+def detect_node(env: Mapping[str, str]) -> NodePlace | None:
+    """The place of a node that DIST_TRAIN_NODES, DIST_TRAIN_NODE_RANK and DIST_TRAIN_RENDEZVOUS (HOST:PORT) give, else None.
+
+    Raises ConfigError when one of the three is missing or makes no sense.
+    """
+    given = {name: env[name] for name in NodePlace.VARIABLES if name in env}
+    if not given:
+        return None
+    if missing := [name for name in NodePlace.VARIABLES if name not in given]:
+        raise ConfigError(f"{', '.join(missing)}: not set, but {', '.join(given)} is; a node needs all three.")
+    nodes, node, where = given.values()
+    for name in NodePlace.VARIABLES[:2]:
+        if not given[name].strip().isdecimal():
+            raise ConfigError(f"{name}={given[name]!r}: must be a number; set it right.")
+    if int(nodes) == 0:
+        raise ConfigError("DIST_TRAIN_NODES=0: there is at least one node; set it right.")
+    if int(node) >= int(nodes):
+        raise ConfigError(f"DIST_TRAIN_NODE_RANK={node}: nodes count from 0 to DIST_TRAIN_NODES-1 = {int(nodes) - 1}.")
+    host, _, port = where.strip().rpartition(":")
+    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"DIST_TRAIN_RENDEZVOUS={where!r}: is not HOST:PORT; give the name of node 0 and a free port on it.")
+    return NodePlace(int(node), int(nodes), host.strip("[]"), int(port))
+
+
+def node_of_step(env: Mapping[str, str], place: Place | None, nodes: int, ranks: int) -> NodePlace | None:
+    """`place` read as a node, where srun started one task on each of launch.nodes=`nodes` nodes for more `ranks` than tasks."""
+    if place is None or place.by != "srun" or place.world_size != nodes or ranks == nodes or place.address is None:
+        return None
+    if env.get("SLURM_STEP_NUM_NODES", str(nodes)) != str(nodes) or place.port is None:
+        return None
+    return NodePlace(place.rank, nodes, place.address, place.port)
 
 
 def detect(env: Mapping[str, str], parent: int = 0) -> Place | None:

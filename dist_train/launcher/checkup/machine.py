@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,20 @@ class Report:
     environment: dict[str, str]
     checks: list[Check]
     gflops: dict[str, float] = field(default_factory=dict)  # by device: what a matrix product reaches
+    sees_run_dir: bool = True  # the file that rank 0 put there
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Report:
         return cls(**{**plain, "checks": [Check(**each) for each in plain["checks"]]})
 
 
-def examine(run_dir: Path | None, peer: str, world: int, env: Mapping[str, str] = os.environ) -> Report:
-    """Look at everything that one rank can see. `peer`: a host of the same job, "" for none; `run_dir` is written to."""
+def examine(
+    run_dir: Path | None, peer: str = "", world: int = 1, first: bool = True, env: Mapping[str, str] = os.environ
+) -> Report:
+    """Look at everything that one rank can see. `peer`: a host of the same job, "" for none; `run_dir` is written to.
+
+    `first`: of the ranks on its host. The others leave disk and devices alone, whose speed they would only spoil.
+    """
     import torch
 
     count = torch.cuda.device_count()
@@ -52,10 +59,11 @@ def examine(run_dir: Path | None, peer: str, world: int, env: Mapping[str, str] 
         accelerators(count, len(nodes), torch.version.cuda, env.get("CUDA_VISIBLE_DEVICES")),
         *limits(world, count),
         *network(peer, env),
-        *(storage(run_dir) if run_dir is not None else []),
+        *(storage(run_dir) if run_dir is not None and first else []),
         clock(_clock_state()),
     ]
-    return Report(socket.gethostname(), versions(), devices(), shown_environment(env), checks, _speeds())
+    speeds = _speeds() if first else {}
+    return Report(socket.gethostname(), versions(), devices(), shown_environment(env), checks, speeds)
 
 
 def versions() -> dict[str, str]:
@@ -136,7 +144,7 @@ def _speeds() -> dict[str, float]:
     found = {"cpu": _speed(torch.ones(512, 512), lambda: None)}
     for index in range(torch.cuda.device_count()):
         square = torch.ones(4096, 4096, dtype=torch.bfloat16, device=f"cuda:{index}")
-        found[f"cuda:{index}"] = _speed(square, lambda index=index: torch.cuda.synchronize(index))
+        found[f"cuda:{index}"] = _speed(square, partial(torch.cuda.synchronize, index))
     return found
 
 

@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import io
 import os
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from dist_train.config import check, compose
+from dist_train.cli.jobs import MULTIRUN, each_job
+from dist_train.config import check
 from dist_train.config.compose import ConfigError
 from dist_train.config.schema import Config
 from dist_train.launcher import environment, folder
 from dist_train.launcher.lock import FolderLock
 from dist_train.launcher.report import OK, PREEMPTED
 
-_MULTIRUN = ("-m", "--multirun")
-
 
 def main(argv: list[str]) -> int:
     """Exit code of the run; of a multirun the first that is not 0, which also ends it. Raises ConfigError."""
-    import hydra
-
-    compose.register()
-    outcome: list[int | ConfigError] = []
-
-    @hydra.main(config_path=str(compose.configs_dir()), config_name="config", version_base="1.3")
-    def job(node: DictConfig) -> None:
-        # Exceptions do not leave this function: hydra would add lines of its own to them.
-        if any(result != OK for result in outcome):
-            return
-        try:
-            outcome.append(train(_for_this_job(compose.to_config(node))))
-        except ConfigError as error:
-            outcome.append(error)
-
-    with _hydra_arguments(argv):
-        _refuse_options()
-        try:
-            job()
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            raise compose.translate(error) from error
-    for result in outcome:
-        if isinstance(result, ConfigError):
-            raise result
-        if result != OK:
-            return result
-    return OK
+    return each_job(argv, lambda config: train(for_this_job(config)))
 
 
-def _for_this_job(config: Config) -> Config:
+def for_this_job(config: Config) -> Config:
     """Jobs of a multirun must not go on from each other: in a given `run.dir` each has the subfolder of its number."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -79,9 +44,11 @@ def train(config: Config) -> int:
         node = environment.node_of_step(os.environ, place, config.launch.nodes, ranks)
     if node is not None:
         return _start_node(config, node)
+    if config.launch.kind == "ssh":
+        return _start_over_ssh(config, place)
     if place is None:
         return _start(config)
-    if any(word in sys.argv for word in _MULTIRUN):
+    if any(word in sys.argv for word in MULTIRUN):
         raise ConfigError(f"--multirun: each job starts its own ranks, which it cannot inside {place.by}; run it outside.")
     from dist_train.launcher.join import join
 
@@ -102,7 +69,7 @@ def train(config: Config) -> int:
 
 
 def _start_node(config: Config, place: environment.NodePlace) -> int:
-    if any(word in sys.argv for word in _MULTIRUN):
+    if any(word in sys.argv for word in MULTIRUN):
         raise ConfigError("--multirun: its jobs start one after the other; on several nodes start each by itself.")
     if place.nodes != config.launch.nodes:
         rule = f"the environment says that {place.nodes} nodes were started"
@@ -124,6 +91,16 @@ def _start_node(config: Config, place: environment.NodePlace) -> int:
     for run_dir in folders:
         _tell_end(config, run_dir, code)
     return code
+
+
+def _start_over_ssh(config: Config, place: environment.Place | None) -> int:
+    if place is not None:
+        raise ConfigError(f"launch.kind=ssh: starts the ranks of all hosts, which {place.by} has done; leave it out here.")
+    if any(word in sys.argv for word in MULTIRUN):
+        raise ConfigError("--multirun: launch.kind=ssh starts one run on all hosts; start each run of a sweep by itself.")
+    from dist_train.launcher import ssh
+
+    return ssh.start(config, sys.argv[1:])
 
 
 def _start(config: Config) -> int:
@@ -168,7 +145,7 @@ def _tell_end(config: Config, run_dir: Path, code: int) -> None:
         near = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
         print(f"finished: {run_dir}  (text from it: dist-train generate {shlex.quote(str(near))})", file=sys.stderr)
     elif code == PREEMPTED:
-        given = config.run.dir and any(word in sys.argv for word in _MULTIRUN)
+        given = config.run.dir and any(word in sys.argv for word in MULTIRUN)
         how = f"; it is in {run_dir}" if given else f" and run.dir={run_dir}"
         print(f"dist-train: stopped after saving; go on with the same command{how}", file=sys.stderr)
 
@@ -180,36 +157,3 @@ def _devices(device: str) -> int:
     if device == "cuda" and count == 0:
         raise ConfigError("launch.device=cuda: torch sees no CUDA device here; set launch.device=cpu or auto.")
     return count
-
-
-def _refuse_options() -> None:
-    """Options that hydra does not know, in one line: it would print all that it knows first. Raises ConfigError."""
-    from hydra._internal.utils import get_args_parser
-
-    parser: argparse.ArgumentParser = get_args_parser()
-    with redirect_stderr(io.StringIO()) as said:
-        try:
-            parser.parse_args()
-        except SystemExit as end:
-            if not end.code:
-                raise  # --version
-            complaint = said.getvalue().strip().rpartition("error: ")[2]
-            raise ConfigError(f"{complaint}. All options: dist-train train --hydra-help") from None
-
-
-@contextmanager
-def _hydra_arguments(argv: list[str]) -> Iterator[None]:
-    """What `hydra.main` reads from the process: its arguments, and the wish that it raises instead of printing."""
-    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    with tempfile.TemporaryDirectory(prefix="dist_train_") as scratch:
-        swept = [f"hydra.sweep.dir={scratch}"] if any(word in argv for word in _MULTIRUN) else []  # it keeps a file there
-        sys.argv = ["dist-train train", *argv, *swept]
-        os.environ["HYDRA_FULL_ERROR"] = "1"
-        try:
-            yield
-        finally:
-            sys.argv = before
-            if full_error is None:
-                del os.environ["HYDRA_FULL_ERROR"]
-            else:
-                os.environ["HYDRA_FULL_ERROR"] = full_error

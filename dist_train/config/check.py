@@ -21,7 +21,7 @@ _CHOICES = {
     "model.activation": ("silu", "gelu", "relu"),
     "model.init": ("scaled_normal", "xavier", "he"),
     "data.source": ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "synthetic", "blend"),
-    "launch.kind": ("local",),
+    "launch.kind": ("local", "ssh"),
     "launch.device": ("auto", "cpu", "cuda"),
     "shard.engine": ("native", "ddp", "fsdp2", "deepspeed"),
     "shard.stage": (0, 1, 2, 3),
@@ -236,6 +236,13 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     mesh, launch = config.mesh, config.launch
+    if launch.hostfile and launch.kind != "ssh":
+        rule = f"is for launch.kind=ssh, and launch.kind={launch.kind} would start on this host alone"
+        yield Problem("launch.hostfile", launch.hostfile, rule, "set launch.kind=ssh, or leave launch.hostfile out")
+    if launch.kind == "ssh" and not launch.hostfile:
+        yield Problem("launch.kind", "ssh", "no hosts are given", "set launch.hostfile to a file with one host a line")
+    if not launch.ssh_command:
+        yield Problem("launch.ssh_command", "[]", "names no program", "leave it out, or set it as [ssh,-oBatchMode=yes]")
     degrees = mesh.pp * mesh.cp * mesh.tp * max(1, mesh.dp)
     if (mesh.dp > 0 and degrees != world_size) or world_size % degrees:
         rule = f"the degrees multiply to {degrees} ranks but there are {world_size}"

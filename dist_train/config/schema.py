@@ -84,9 +84,17 @@ class MeshConfig:
     sequence: bool = True  # tp: also split tokens between matrix products (sequence parallelism, arXiv:2205.05198)
 
 
+# Never a question, and the end of a connection that has said nothing for half a minute.
+_SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=10", "-oServerAliveCountMax=3")
+_FORWARDED = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TORCH_*", "HF_*")
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
-    kind: str = "local"  # local: start the ranks of this node here
+    kind: str = "local"  # local: start the ranks of this node here; ssh: on the hosts of launch.hostfile
+    hostfile: str = ""  # ssh: one `[user@]host [slots=ranks]` a line
+    ssh_command: list[str] = field(default_factory=lambda: [*_SSH])  # ssh: what the host and a command are appended to
+    forward_env: list[str] = field(default_factory=lambda: [*_FORWARDED])  # ssh: variables that hosts get, `*` stands for any
     nodes: int = 1
     ranks_per_node: int = 0  # 0: the product of the mesh degrees divided by nodes
     device: str = "auto"  # auto | cpu | cuda
@@ -95,6 +103,27 @@ class LaunchConfig:
     lost_seconds: float = 60.0  # several nodes: one that gives no sign of life for so long is lost, and the job with it
     timeout_seconds: float = 600.0  # of every collective on every group
     grace_seconds: float = 30.0  # between asking ranks to stop and killing them
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What `dist-train submit` asks of Slurm beside launch.nodes; an empty value leaves it to the cluster."""
+
+    tasks: str = "node"  # node: one task on each node, which starts its ranks | rank: one task for each rank
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    reservation: str = ""
+    constraint: str = ""  # features that nodes must have: h100, "a100|h100"
+    time: str = ""  # limit, as Slurm writes it: minutes, HH:MM:SS, D-HH:MM:SS
+    gpus_per_node: str = ""  # 8, or with their type h100:8
+    cpus_per_task: int = 0  # 0: one for each rank of the task
+    memory: str = ""  # of each node: 200G
+    exclusive: bool = False  # no other jobs on the nodes
+    container: list[str] = field(default_factory=list)  # [apptainer,exec,--nv,train.sif], or options of srun that start with --
+    signal_seconds: int = 300  # before the limit the ranks are told to save and stop; 0: they are not
+    requeue: bool = True  # after saving at the limit or a preemption, and when a node was lost, the job waits for its next turn
+    extra: list[str] = field(default_factory=list)  # further options of sbatch, as ["--nice=100","--mail-type=END"]
 
 
 @dataclass(frozen=True)
@@ -179,6 +208,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -112,7 +112,8 @@ def read_hostfile(path: Path) -> list[Host]:
         host = _host(words, f"{path}:{number}")
         for other in hosts:
             if other.name == host.name:
-                raise ConfigError(f"{host.place}: host {host.name} stands in {other.place} too; give it one line with all its slots.")
+                told = f"{host.place}: host {host.name} stands in {other.place} too"
+                raise ConfigError(f"{told}; give it one line with all its slots.")
         hosts.append(host)
     if not hosts:
         raise ConfigError(f"launch.hostfile={path}: names no host; write one a line, such as `node1 slots=8`.")

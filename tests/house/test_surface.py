@@ -19,8 +19,8 @@ checkpoint.every checkpoint.keep checkpoint.resume checkpoint.same_data checkpoi
 data.blend data.cache_dir data.eval_fraction data.max_documents data.path data.shuffle data.source data.split
 data.synthetic_documents data.synthetic_max_tokens data.synthetic_min_tokens data.text_field data.tokenizer
 data.tokenizer_vocab data.workers
-launch.device launch.grace_seconds launch.kind launch.lost_seconds launch.max_restarts launch.nodes launch.port
-launch.ranks_per_node launch.timeout_seconds
+launch.device launch.forward_env launch.grace_seconds launch.hostfile launch.kind launch.lost_seconds launch.max_restarts
+launch.nodes launch.port launch.ranks_per_node launch.ssh_command launch.timeout_seconds
 lr.decay_steps lr.min_ratio lr.schedule lr.warmup_steps
 mesh.chunks mesh.cp mesh.dp mesh.pp mesh.sequence mesh.stage_layers mesh.tp
 model.activation model.bias model.dropout model.family model.ffn model.heads model.hidden model.init model.init_std
@@ -35,6 +35,8 @@ remat
 run.dir
 shard.bucket_mb shard.compress shard.compress_fraction shard.compress_weights shard.engine shard.offload shard.offload_dir
 shard.offload_params shard.overlap shard.reduce_dtype shard.replicas shard.stage
+slurm.account slurm.constraint slurm.container slurm.cpus_per_task slurm.exclusive slurm.extra slurm.gpus_per_node
+slurm.memory slurm.partition slurm.qos slurm.requeue slurm.reservation slurm.signal_seconds slurm.tasks slurm.time
 train.clip_norm train.deterministic train.eval_batch train.eval_every train.gc_every train.global_batch train.micro_batch
 train.seed train.seq_len train.skip_steps train.steps train.z_loss
 """

@@ -5,7 +5,7 @@ READY = .venv/.ready
 CSRC = $(wildcard csrc/* csrc/*/*)
 ARGS ?=
 
-.PHONY: help setup train test test-parity test-cluster lint bench
+.PHONY: help setup train test test-all test-parity test-cluster lint bench
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -15,7 +15,10 @@ setup: $(READY) ## make .venv with everything that training and testing need
 train: $(READY) ## train a small language model on two ranks; more with ARGS="train.steps=400 model=..."
 	.venv/bin/dist-train train mesh.dp=2 $(ARGS)
 
-test: $(READY) ## run the tests; one of them with ARGS="tests/launcher -k F29"
+test: $(READY) ## run the tests, of costly parameters a spread; one of them with ARGS="tests/launcher -k F29"
+	.venv/bin/python -m pytest --spread $(ARGS)
+
+test-all: $(READY) ## run the tests with all their parameters (an hour)
 	.venv/bin/python -m pytest $(ARGS)
 
 test-parity: $(READY) ## all engines' cases and 600 layouts of the parity matrices (an hour); `make test` runs a draw of them

@@ -71,7 +71,7 @@ def train(pool, comm, config: Config, steps: int, first: int = 0, state=None, lo
     torch.manual_seed(mesh.stream)
     if state is not None:
         fill(engine, state)
-    log, t = [], config.train
+    log, copies, t = [], [], config.train
     each = t.global_batch // mesh.dp.size
     scale = 1 / (t.global_batch * t.seq_len)
     for step in range(first, first + steps):
@@ -81,23 +81,30 @@ def train(pool, comm, config: Config, steps: int, first: int = 0, state=None, lo
         entropy = executor.train(micro, scale, t.z_loss)
         live = sum(m.live_tokens for m in micro)
         report = engine.step(weight=live * scale, sums=(entropy, live if mesh.speaks else 0))
-        require_equal_copies(engine, mesh, comm)
+        copies.append(digests(engine))
         log.append((float(report.sums[0] / report.sums[1]), float(report.grad_norm), bool(report.skipped)))
+    for step in zip(*comm.all_gather_object(copies, mesh.world), strict=True):
+        require_equal(step)
     whole = gathered(engine, mesh, comm)
     return log, whole if mesh.is_main else None
 
 
-def require_equal_copies(engine, mesh, comm) -> None:
-    """What several ranks hold of the model is the same bits on all of them."""
-    held = [(p.name, p.offset, tuple(p.tensor.shape), digest(p.tensor)) for p in engine.pieces() if p.name.startswith("model/")]
+def digests(engine) -> dict[tuple, bytes]:
+    """Of every part of the model that this rank holds."""
+    found = {}
+    for piece in engine.pieces():
+        if piece.name.startswith("model/"):
+            bits = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            found[piece.name, piece.offset, tuple(piece.tensor.shape)] = hashlib.sha256(bits).digest()
     engine.put_away()
+    return found
+
+
+def require_equal(ranks) -> None:
+    """What several ranks hold of the model is the same bits on all of them."""
     seen = {}
-    for name, offset, shape, bits in itertools.chain(*comm.all_gather_object(held, mesh.world)):
-        assert seen.setdefault((name, offset, shape), bits) == bits, f"copies of {name} differ"
-
-
-def digest(x: torch.Tensor) -> bytes:
-    return hashlib.sha256(x.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+    for key, bits in itertools.chain(*(held.items() for held in ranks)):
+        assert seen.setdefault(key, bits) == bits, f"copies of {key[0]} differ"
 
 
 def freeze(model: nn.Module, patterns) -> None:

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dist_train.ops.cross_entropy import cross_entropy_sum
 from tests.toy import toy_batch
@@ -17,10 +18,18 @@ def gathered(engine, mesh, comm):
     Ranks that hold the same elements must hold the same bits, but for buffers, which are of each rank's own batch.
     """
     whole, own = {}, {f"model/{name}" for name, _ in engine.module.named_buffers()}
-    for held in comm.all_gather_object([(p.name, p.shape, p.offset, p.tensor.clone()) for p in engine.pieces()], mesh.world):
-        for name, shape, offset, part in held:
-            target = whole.setdefault(name, torch.full(shape, math.nan).to(part.dtype))
-            box = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+    pieces, parts = [], []
+    for piece in engine.pieces():
+        part = piece.tensor.detach().contiguous().view(-1).view(torch.uint8)
+        pieces.append((piece.name, piece.shape, piece.offset, piece.tensor.shape, piece.tensor.dtype, part.numel()))
+        parts.append(F.pad(part, (0, -part.numel() % 8)))
+    mine = torch.cat(parts).numpy().tobytes()  # many tensors take long to pickle
+    for facts, held in comm.all_gather_object((pieces, mine), mesh.world):
+        rest = torch.frombuffer(bytearray(held), dtype=torch.uint8)
+        for name, shape, offset, size, dtype, count in facts:
+            part, rest = rest[:count].view(dtype).view(size), rest[count + -count % 8 :]
+            target = whole.setdefault(name, torch.full(shape, math.nan).to(dtype))
+            box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             assert name in own or (target[box].isnan() | (target[box] == part)).all(), f"{name} differs between ranks"
             target[box] = part
     return whole

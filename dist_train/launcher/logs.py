@@ -57,7 +57,7 @@ class RankLogs(LogsSpecs):
     def last_lines(self, rank: int) -> tuple[list[str], str]:
         """The last lines that this rank wrote in this job and the file that holds them: of standard error, else of output."""
         for name in reversed(self.files.get(rank, ("", ""))):
-            if name and (lines := _last_lines(name, self.start_of(name))):
+            if name and (lines := last_lines(name, self.start_of(name))):
                 return lines, name
         return [], ""
 
@@ -114,7 +114,8 @@ class Tee(threading.Thread):
                 pass  # the terminal or the pipe is gone: the files go on
 
 
-def _last_lines(name: str, start: int) -> list[str]:
+def last_lines(name: str, start: int = 0) -> list[str]:
+    """The last lines of a file that are not empty, from byte `start` on; none where it cannot be read."""
     try:
         with open(name, "rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -93,7 +93,8 @@ def test_a_bad_check_is_exit_code_1_and_the_json_file_says_which(tmp_path, capsy
     assert "bad   run folder" in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert found["state"] == "bad" and file.stat().st_mode & 0o077 == 0
-    assert [each["name"] for each in found["reports"]["0"]["checks"] if each["state"] == "bad"] == [f"run folder {tmp_path / 'taken'}"]
+    bad = [each["name"] for each in found["reports"]["0"]["checks"] if each["state"] == "bad"]
+    assert bad == [f"run folder {tmp_path / 'taken'}"]
 
 
 def test_no_secret_is_shown(monkeypatch, capsys):

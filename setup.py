@@ -190,9 +190,9 @@ def run(command: list[str]) -> str | None:
 
 if __name__ == "__main__":
     setup(
-        packages=[*find_packages(include=["dist_train", "dist_train.*"]), "dist_train.configs"],
-        package_dir={"dist_train.configs": "configs"},
-        package_data={"dist_train.configs": ["*.yaml", "*/*.yaml"]},
+        packages=[*find_packages(include=["dist_train", "dist_train.*"]), "dist_train.configs", "dist_train.launch.slurm"],
+        package_dir={"dist_train.configs": "configs", "dist_train.launch.slurm": "launch/slurm"},
+        package_data={"dist_train.configs": ["*.yaml", "*/*.yaml"], "dist_train.launch.slurm": ["*.sbatch"]},
         ext_modules=[Extension("dist_train._csrc", sources=[])],
         cmdclass={"build_ext": BuildKernels},
     )

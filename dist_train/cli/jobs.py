@@ -77,7 +77,8 @@ def _hydra_arguments(argv: list[str]) -> Iterator[None]:
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     with tempfile.TemporaryDirectory(prefix="dist_train_") as scratch:
         swept = [f"hydra.sweep.dir={scratch}"] if any(word in argv for word in MULTIRUN) else []  # it keeps a file there
-        sys.argv = ["dist-train train", *argv, *swept]
+        flags = [word for word in argv if word in MULTIRUN]  # (argparse wants the other words in one piece)
+        sys.argv = ["dist-train train", *flags, *(word for word in argv if word not in MULTIRUN), *swept]
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             yield

@@ -13,6 +13,7 @@ from dist_train import __version__
 
 COMMANDS = {
     "train": ("dist_train.cli.train", "train a model: starts its own ranks, or joins those of torchrun, srun or mpirun"),
+    "submit": ("dist_train.cli.submit", "train as a job of Slurm: write its script, and submit it"),
     "launch": ("dist_train.cli.launch", "start any script on several ranks"),
     "data": ("dist_train.cli.data", "prepare token files ahead of a run"),
     "check": ("dist_train.cli.check", "show what a configuration holds before it runs"),

@@ -22,7 +22,7 @@ def make_run_folder(config: Config, now: datetime | None = None) -> tuple[Path, 
     that holds a run. Raises ConfigError.
     """
     try:
-        folder = _given(config) if config.run.dir else _fresh(now or datetime.now())
+        folder = _given(config) if config.run.dir else fresh(now)
         held = FolderLock(folder)
         try:
             (folder / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -68,10 +68,14 @@ def _given(config: Config) -> Path:
     return folder
 
 
-def _fresh(now: datetime) -> Path:
-    parent = Path("runs")
+def fresh_name(now: datetime | None = None) -> Path:
+    return Path("runs") / f"{now or datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def fresh(now: datetime | None = None) -> Path:
+    """Make a new run folder, named after the time."""
+    parent, name = fresh_name(now).parent, fresh_name(now).name
     parent.mkdir(mode=0o700, exist_ok=True)
-    name = f"{now:%Y-%m-%d_%H-%M-%S}"
     count = 1
     while True:
         folder = parent / (name if count == 1 else f"{name}_{count}")

@@ -1,4 +1,4 @@
-"""Hosts h1..hN (10.77.0.1..N) as network namespaces on a bridge, each with its own hostname; they share file system and processes.
+"""Hosts h1..hN (10.77.0.1..N) as network namespaces on a bridge, each with its own hostname; they share files and processes.
 
     with hosts(2) as up:
         up.run(1, ["hostname"])          # h1

@@ -56,6 +56,7 @@ class Peers:
         self._heard = time.monotonic()  # when the store answered last
         self._broken: Trouble | None = None  # no store any more
         self._leaving = self._left = False
+        self._leaving_since = 0.0
         self._verdict: int | None = None
         self._last_beat: dict[int, tuple[bytes, float]] = {}
         self._closed = threading.Event()
@@ -93,7 +94,7 @@ class Peers:
         """No rank runs here any more and none will; wait for the other nodes and return the exit code of the whole job."""
         if code != OK and self.trouble() is None:
             self.report(None, code, told=False)
-        self._leaving = True
+        self._leaving, self._leaving_since = True, time.monotonic()
         ending: float | None = None
         while self._verdict is None and self._broken is None:
             if ending is None and self.trouble() is not None:
@@ -155,7 +156,7 @@ class Peers:
         if not self._left:
             self._left = True
             self._store.add("left", 1)
-        if self.node == 0 and self._verdict is None and self._store.add("left", 0) + silent >= len(self.hosts):
+        if self.node == 0 and self._verdict is None and self._store.add("left", 0) + silent >= self._expected():
             found = self._found.get(self._attempt)
             self._store.set("verdict", str(exit_code(found.status) if found else OK))
         if self._verdict is None and self._store.check(["verdict"]):
@@ -163,6 +164,12 @@ class Peers:
             self._store.add("read", 1)
         if self._verdict is not None and (self.node != 0 or self._store.add("read", 0) + silent >= len(self.hosts)):
             self._closed.set()
+
+    def _expected(self) -> int:
+        """All nodes; of those that never came, only for a while (the store has counted who came)."""
+        if self._complete or time.monotonic() - self._leaving_since < _GONE_SECONDS:
+            return len(self.hosts)
+        return self._store.add("arrived", 0)
 
     def _guard(self) -> None:
         """What blocks this process after the job has failed (a store behind a dead link, a driver) does not block it for ever."""

@@ -82,15 +82,14 @@ def test_slurm_takes_every_template(cluster: Slurm, template: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [(["slurm.partition=nope"], "invalid partition"), (["slurm.constraint=v100"], "feature"), (["launch.nodes=9", "mesh.dp=9",
-      "train.global_batch=18"], "More processors requested|Node count|nodes")],
-)  # fmt: skip
+    [(["slurm.partition=nope"], "invalid partition"), (["slurm.constraint=v100"], "invalid feature")],
+)
 def test_what_slurm_refuses_is_said_in_its_words_and_leaves_nothing(
     cluster: Slurm, tmp_path: Path, cache: str, overrides: list[str], words: str
 ) -> None:
     done = cluster.run(*DIST_TRAIN, "submit", *TOY, cache, "run.dir=run", *overrides, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("dist-train submit: sbatch refused the job: "), done
-    assert any(word.lower() in done.stderr.lower() for word in words.split("|")), done
+    assert words in done.stderr.lower(), done
     assert not (tmp_path / "run").exists()
 
 

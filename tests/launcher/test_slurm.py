@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dist_train.cli.main import main
+from dist_train.config import check
 from dist_train.config.compose import ConfigError, compose
 from dist_train.config.schema import Config
 from dist_train.launcher import slurm
@@ -186,6 +187,17 @@ def test_the_templates_differ_only_in_what_is_to_be_changed_and_never_trap_cont(
         assert text.startswith("#!/bin/bash\n") and text.count(slurm.BEGIN) == text.count(slurm.END) == 1
         commands = [line for line in text.splitlines() if not line.startswith("#")]
         assert [line.split("#")[0].strip() for line in commands if "trap" in line] == ["trap : TERM USR1"]
+
+
+@pytest.mark.parametrize("name", ["array", "node", "rank"])
+def test_what_a_template_shows_can_run(tmp_path: Path, name: str) -> None:
+    text = (slurm.templates_dir() / f"{name}.sbatch").read_text()
+    run(tmp_path, text, SLURM_ARRAY_TASK_ID="2")
+    words = (tmp_path / "srun.argv").read_text().split("\0")[:-1]
+    config = compose(words[words.index("train") + 1 :])
+    options_of = dict(option.lstrip("-").partition("=")[::2] for option in options(text))
+    assert check.check(config, int(options_of["nodes"]) * int(options_of["gpus-per-node"])) == []
+    assert int(options_of["nodes"]) == config.launch.nodes
 
 
 def submit(folder: Path, *arguments: str) -> int:

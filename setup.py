@@ -125,7 +125,8 @@ def build_library(target: Path, torch: Path, compiler: str, nvcc: Path | None) -
         libraries += [*(f"-L{folder}" for folder in runtime_folders(nvcc)), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-shared", "-o", str(fresh), *map(str, units), *libraries]
+    # Without the table of local symbols: nvcc puts the name of a scratch file there, so no two builds would have the same bytes.
+    command = [compiler, "-shared", "-Wl,--strip-all", "-o", str(fresh), *map(str, units), *libraries]
     if failed := run(command):
         raise Missing(failed)
     os.replace(fresh, target)  # at once: who has loaded the old library keeps it
@@ -151,7 +152,9 @@ def architecture_flags(nvcc: Path) -> list[str]:
 
 def runtime_folders(nvcc: Path) -> list[Path]:
     home = nvcc.resolve().parents[1]
-    return [folder for folder in (home / "lib64", *home.glob("targets/*/lib"), Path("/usr/local/cuda/lib64")) if folder.is_dir()]
+    # lib: the layout of NVIDIA's wheels
+    folders = (home / "lib64", home / "lib", *home.glob("targets/*/lib"), Path("/usr/local/cuda/lib64"))
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def compile_unit(target: Path, command: list[str]) -> str | None:

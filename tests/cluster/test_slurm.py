@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ import pytest
 from tests.cluster.conftest import DIST_TRAIN, ROOT, TOY
 from tests.cluster.slurm import Slurm, slurm
 
-STEPS = 600  # some seconds of steps: time for something to happen in between
-JOB = ["launch.nodes=2", "mesh.dp=4", f"train.steps={STEPS}", "checkpoint.every=100", "launch.lost_seconds=8"]
+STEPS = 150
+JOB = ["launch.nodes=2", "mesh.dp=4", f"train.steps={STEPS}", "checkpoint.every=25", "launch.lost_seconds=8"]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def submit(cluster: Slurm, tmp_path: Path, cache: str):
-    def call(*overrides: str, env: dict[str, str] | None = None) -> str:
-        done = cluster.run(*DIST_TRAIN, "submit", *TOY, cache, *overrides, cwd=tmp_path, env=env)
+    def call(*overrides: str, path: str = os.environ["PATH"]) -> str:
+        done = cluster.run("env", f"PATH={path}", *DIST_TRAIN, "submit", *TOY, cache, *overrides, cwd=tmp_path)
         assert done.returncode == 0, done
         return done.stdout.strip()
 
@@ -46,12 +47,36 @@ def output(run_dir: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(run_dir.glob("slurm-*.out")))
 
 
-def wait_for_steps(cluster: Slurm, job: str, run_dir: Path, count: int, seconds: float = 100.0) -> None:
-    until = time.monotonic() + seconds
-    while len(curve(run_dir)) < count:
+def rank_3(cluster: Slurm, job: str) -> int:
+    """The process of rank 3, of a launcher or a task of its own."""
+    for pid in cluster.hosts.processes():
+        try:
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # it ended just now
+        by_launcher = b"RANK=3" in words and b"dist_train.launcher.rank" in command
+        if f"SLURM_JOB_ID={job}".encode() in words and (by_launcher or b"SLURM_PROCID=3" in words and b"dist_train" in command):
+            return pid
+    raise AssertionError("no process of rank 3")
+
+
+@contextmanager
+def halted(cluster: Slurm, job: str, run_dir: Path, steps: int) -> Iterator[int]:
+    """After so many steps rank 3 stands still, and all ranks with it, until something has been done to the job."""
+    until = time.monotonic() + 100
+    while len(curve(run_dir)) < steps:
         assert time.monotonic() < until, f"{cluster.job(job)}\n{output(run_dir)}"
-        time.sleep(0.1)
-    assert cluster.job(job)["JobState"] == "RUNNING", f"ended before it could be disturbed: set more STEPS\n{output(run_dir)}"
+        time.sleep(0.02)
+    pid = rank_3(cluster, job)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
 
 
 def finished(cluster: Slurm, job: str, run_dir: Path, restarts: int, seconds: float = 120.0) -> list[tuple[int, float]]:
@@ -97,8 +122,9 @@ def test_F33_F37_a_preempted_job_saves_is_requeued_and_trains_the_same_curve(
     cluster: Slurm, submit, tmp_path: Path, uninterrupted: list[tuple[int, float]]
 ) -> None:
     job = submit(*JOB, "run.dir=run")
-    wait_for_steps(cluster, job, tmp_path / "run", 20)
-    important = cluster.ask("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    with halted(cluster, job, tmp_path / "run", 10):
+        asked = ["-p", "high", "-N4", "--exclusive", "-o", "/dev/null"]
+        important = cluster.ask("sbatch", "--parsable", *asked, "--wrap", "sleep 1")
     assert cluster.wait(important)["JobState"] == "COMPLETED"
     assert finished(cluster, job, tmp_path / "run", restarts=1) == uninterrupted
     assert output(tmp_path / "run").count("stopped after saving") == 1
@@ -108,16 +134,16 @@ def test_F33_F37_the_signal_before_the_time_limit_with_a_task_a_rank(
     cluster: Slurm, submit, tmp_path: Path, uninterrupted: list[tuple[int, float]]
 ) -> None:
     job = submit(*JOB, "run.dir=run", "slurm.tasks=rank", "slurm.time=1:00:00", "slurm.gpus_per_node=2")
-    wait_for_steps(cluster, job, tmp_path / "run", 20)
-    assert cluster.job(job)["NumTasks"] == "4"
-    cluster.ask("scancel", "--signal=USR1", job)  # to the steps and not to the script, as --signal=USR1@300
+    with halted(cluster, job, tmp_path / "run", 10):
+        assert cluster.job(job)["NumTasks"] == "4"
+        cluster.ask("scancel", "--signal=USR1", job)  # to the steps and not to the script, as --signal=USR1@300
     assert finished(cluster, job, tmp_path / "run", restarts=1) == uninterrupted
 
 
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster: Slurm, submit, tmp_path: Path) -> None:
     job = submit(*JOB, "run.dir=run")
-    wait_for_steps(cluster, job, tmp_path / "run", 3)
-    cluster.ask("scancel", job)
+    with halted(cluster, job, tmp_path / "run", 3):
+        cluster.ask("scancel", job)
     until = time.monotonic() + 60
     while cluster.run("squeue", "-h", "-j", job).stdout.strip():
         assert time.monotonic() < until
@@ -131,10 +157,10 @@ def test_a_job_that_loses_a_node_goes_on_without_it(
     cluster: Slurm, submit, tmp_path: Path, uninterrupted: list[tuple[int, float]]
 ) -> None:
     job = submit(*JOB, "run.dir=run")
-    wait_for_steps(cluster, job, tmp_path / "run", 120)
-    lost = int(cluster.ask("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[1][1:])
-    assert lost != 1, "slurmctld is there"
-    cluster.hosts.link(lost, up=False)
+    with halted(cluster, job, tmp_path / "run", 30):
+        lost = int(cluster.ask("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[1][1:])
+        assert lost != 1, "slurmctld is there"
+        cluster.hosts.link(lost, up=False)
     try:
         assert finished(cluster, job, tmp_path / "run", restarts=1, seconds=200) == uninterrupted
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster.hosts.processes(lost)]
@@ -149,14 +175,7 @@ def test_a_job_that_loses_a_node_goes_on_without_it(
 @pytest.mark.parametrize("tasks", ["node", "rank"])
 def test_F29_the_code_of_the_rank_that_failed_is_the_job_s(cluster: Slurm, submit, tmp_path: Path, tasks: str) -> None:
     job = submit(*JOB, "run.dir=run", f"slurm.tasks={tasks}")
-    wait_for_steps(cluster, job, tmp_path / "run", 3)
-    victims = [
-        pid for pid in cluster.hosts.processes()
-        if b"RANK=3" in (words := Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) or b"SLURM_PROCID=3" in words
-        and b"dist_train" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]  # fmt: skip
-    assert victims
-    for pid in victims:
+    with halted(cluster, job, tmp_path / "run", 3) as pid:
         os.kill(pid, signal.SIGKILL)
     found = cluster.wait(job, seconds=150)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "137:0"), output(tmp_path / "run")
@@ -181,7 +200,6 @@ def test_F30_the_head_node_is_found_where_there_is_no_scontrol(cluster: Slurm, s
     programs.mkdir()
     for name in ("sbatch", "srun", "timeout"):
         (programs / name).symlink_to(str(shutil.which(name)))
-    env = {"PATH": str(programs)}
-    job = submit("launch.nodes=2", "mesh.dp=4", "train.steps=3", "run.dir=run", env=env)
+    job = submit("launch.nodes=2", "mesh.dp=4", "train.steps=3", "run.dir=run", path=str(programs))
     found = cluster.wait(job)
     assert (found["JobState"], len(curve(tmp_path / "run"))) == ("COMPLETED", 3), output(tmp_path / "run")

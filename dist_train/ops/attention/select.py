@@ -80,10 +80,13 @@ WANTED = {  # what the configuration may say, and whom it asks
 }
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def backend_for(request: tuple[torch.dtype, int, str, float, bool], device: torch.device, wanted: str) -> str:
     """The backend for the fields of a `Request` on this machine. A compiler takes it for a constant."""
     return backend_here(request, device, wanted)
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler: 800 modules at the start of every rank.
+backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)

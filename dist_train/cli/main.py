@@ -18,7 +18,7 @@ COMMANDS = {
     "data": ("dist_train.cli.data", "prepare token files ahead of a run"),
     "check": ("dist_train.cli.check", "show what a configuration holds before it runs"),
     "plan": ("dist_train.cli.plan", "show a pipeline's bubble and memory before it runs, and draw its timeline"),
-    "doctor": ("dist_train.cli.doctor", "check a node, or under a launcher all of them, before a run: what is wrong and what to do"),
+    "doctor": ("dist_train.cli.doctor", "check a node before a run, or under a launcher all of them, and say what to do"),
     "generate": ("dist_train.cli.generate", "write text from a trained run"),
 }
 BAD_INPUT, INTERRUPTED, NOBODY_READS = 2, 130, 141  # 130 and 141: as if SIGINT or SIGPIPE had ended the command

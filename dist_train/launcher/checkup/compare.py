@@ -213,7 +213,8 @@ def _of_others(found: Allocation) -> Iterator[Check]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
-    ordered, parts = sorted(ranks), []
+    ordered = sorted(ranks)
+    parts: list[list[int]] = []
     for rank in ordered:
         if parts and parts[-1][1] == rank - 1:
             parts[-1][1] = rank

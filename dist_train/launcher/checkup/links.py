@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,8 @@ def measure(
     connection, and again what follows.
     """
     index = (a, b).index(rank)
-    group = dist.ProcessGroupGloo(dist.PrefixStore(f"pair/{a}-{b}", store), index, 2, timedelta(seconds=seconds))
-    end = _End(Group("pair", (a, b), index, group), comm, time.monotonic() + seconds)
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"pair/{a}-{b}", store), index, 2, timedelta(seconds=seconds))
+    end = _End(Group("pair", (a, b), index, gloo), comm, time.monotonic() + seconds)
     if index == 0:
         trip, offset = end.ping(clock)
         a_to_b = end.push(trip)

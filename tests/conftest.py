@@ -21,6 +21,7 @@ EVERY = {
     "train/test_run.py": 3,
     "zero/test_deepspeed.py": 7,
     "zero/test_engines.py": 5,
+    "zero/test_wires.py": 2,
 }
 
 

@@ -50,7 +50,7 @@ class Images:
         """`docker run OPTIONS IMAGE WORDS`; `program` in place of the image's own."""
         if program:
             options += ("--entrypoint", program)
-        common = ("run", "--rm", "--network", "host")
+        common = ("run", "--rm", "--network", "host", "--no-healthcheck")
         return self.call("podman", "--runtime", "runc", *common, *options, image, *words, seconds=120)
 
     def shell(self, script: str, image: str = IMAGE) -> str:
@@ -64,9 +64,11 @@ def of_pip() -> Iterator[str]:
     for line in listed.splitlines():
         key, _, value = line.partition("=")
         settings[key.rpartition(".")[2]] = ast.literal_eval(value)
-    for name in {"cert", "index-url", "extra-index-url", "find-links"} & settings.keys():
-        yield from ("--build-arg", f"PIP_{name.upper().replace('-', '_')}={settings[name]}")
-        for word in settings[name].split():
+    if certificates := settings.get("cert"):  # not at their own path, which belongs to a package that the build installs
+        yield from ("-v", f"{certificates}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt")
+    for name in ("index-url", "extra-index-url", "find-links"):
+        yield from ("--build-arg", f"PIP_{name.upper().replace('-', '_')}={settings.get(name, '')}")
+        for word in settings.get(name, "").split():
             path = Path(word.removeprefix("file://"))
             if path.is_absolute() and path.exists():
                 shown = path.parent if word.startswith("file://") else path  # an index lies beside the files that it names

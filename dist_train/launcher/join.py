@@ -45,6 +45,8 @@ def join(place: Place, prepare: Callable[[], Path], timeout_seconds: float) -> i
         store.set("answer", _answer(prepare))
     answer = store.get("answer").decode()
     if answer.startswith(_REFUSED):
+        if world:
+            world.end(BAD_INPUT)
         _leave(store, place, linger=not by_agent)
         if place.rank == 0:
             raise ConfigError(answer[len(_REFUSED) :])
@@ -57,8 +59,8 @@ def join(place: Place, prepare: Callable[[], Path], timeout_seconds: float) -> i
     code = guarded(run_dir, started_here=False)
     if not by_agent and code in (OK, PREEMPTED):
         _leave(store, place, linger=code != OK)
-    if world and code == OK:
-        world.finish()
+    if world:
+        world.finish() if code == OK else world.end(code)
     if place.rank != 0 and code not in (OK, PREEMPTED):
         os.write(terminal, f"{failure(place.rank, code, last_lines(log), log)}\n".encode())
     return code

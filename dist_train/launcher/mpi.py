@@ -1,21 +1,25 @@
 """What MPI itself tells the ranks of an mpirun that its environment does not: where rank 0 is, and who shares a host.
 
 mpi4py must belong to the MPI of that mpirun (its wheels find Open MPI and MPICH by themselves). Training talks over torch's own
-backends; MPI stays open so that a rank's end says something: mpirun ends the job when one ends without MPI_Finalize.
+backends; MPI stays open for the end of a rank, at which mpirun learns how the job ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
 import socket
+import sys
+import time
 from typing import Any
 
 from dist_train.launcher.environment import Place
 from dist_train.launcher.remote import free_port
 
 _BYTES = 1024  # of the message that names rank 0's host and port
+_PASSED_ON_SECONDS = 0.5  # in which mpirun reads what a rank has said
 
 
 def connect(place: Place) -> World | None:
@@ -38,7 +42,7 @@ def connect(place: Place) -> World | None:
 
 
 class World:
-    """All ranks of one mpirun. Every method is called by all of them, in the same order."""
+    """All ranks of one mpirun. `settle` and `finish` are called by all of them, in this order."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi, self._all = mpi, mpi.COMM_WORLD
@@ -63,3 +67,13 @@ class World:
     def finish(self) -> None:
         """Wait for all ranks and take leave of MPI: from here on nobody's end is a failure."""
         self._mpi.Finalize()
+
+    def end(self, code: int) -> None:
+        """At exit this process ends the job with `code`: an exit code alone means something else to each MPI."""
+        atexit.register(self._abort, code)
+
+    def _abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_PASSED_ON_SECONDS)  # MPICH forgets what it has not read by then
+        self._all.Abort(code)

@@ -111,5 +111,18 @@ def test_without_mpi4py_the_environment_decides(monkeypatch) -> None:
     assert mpi.connect(Place("mpirun", 1, 2, None, None, None, None)) is None
 
 
+def test_the_end_of_a_rank_that_failed_is_the_end_of_the_job_once_it_has_spoken(monkeypatch, capsys) -> None:
+    fake = Fake(1, 2, 1, {}, threading.Barrier(1))
+    at_exit: list = []
+    monkeypatch.setattr(mpi.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(mpi.time, "sleep", lambda seconds: print("slept"))
+    fake.Abort = lambda code: print("abort", code)  # type: ignore[attr-defined]
+    mpi.World(fake).end(7)
+    assert capsys.readouterr().out == ""
+    ((function, *arguments),) = at_exit
+    function(*arguments)
+    assert capsys.readouterr().out == "slept\nabort 7\n"
+
+
 def test_the_message_has_room_for_the_longest_name() -> None:
     assert len(json.dumps(["é" * 64, 65535])) < mpi._BYTES  # HOST_NAME_MAX of Linux

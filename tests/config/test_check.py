@@ -50,7 +50,7 @@ def test_all_problems_come_at_once():
         ("mesh.pp=0", "at least 1"),
         ("mesh.dp=0", "at least 1, or -1"),
         ("shard.stage=5", "set shard.stage=0"),
-        ("launch.nodes=2", "one node"),
+        ("launch.nodes=2", "a multiple of launch.nodes"),
         ("launch.ranks_per_node=3", "ranks_per_node"),
         ("optim.eps=0", "above 0"),
         ("optim.lr=nan", "at least 0"),

@@ -1,7 +1,7 @@
 #!/bin/bash
 # One rank per slot over the hosts of a file, with MPICH or Intel MPI: ./mpich.sh HOSTFILE RANKS [arguments of dist-train train]
 # A line of HOSTFILE is `host:8`. Several hosts need mpi4py on each, or MASTER_ADDR set to the first host.
-# `kill -USR1` to mpiexec saves and stops (75); its own answer to TERM and Ctrl-C leaves ranks no time to save.
+# A signal to mpiexec (USR1, TERM, Ctrl-C) saves and stops (75).
 set -euo pipefail
 if (($# < 2)); then
   echo "usage: $0 HOSTFILE RANKS [arguments of dist-train train]" >&2

@@ -142,8 +142,9 @@ def test_the_health_check_passes_and_fails_with_the_reason_where_the_kernels_do_
 
 def test_kernels_built_again_have_the_same_bytes_and_the_installed_set_is_the_pinned_one(images: Images) -> None:
     images.build("localhost/dist_train:kernels", "--target", "kernels")  # from the cache: the objects still lie there
-    again = "cd /src && rm build/csrc/reduce* build/csrc/bindings* build/lib*/dist_train/_csrc.so && python setup.py build_ext >&2"
-    built = images.shell(f"{again} && cat build/lib*/dist_train/_csrc.so | sha256sum", "localhost/dist_train:kernels")
+    remove = "cd /src && rm build/csrc/reduce* build/csrc/bindings* build/lib*/dist_train/_csrc.so"
+    again = f"{remove} && python setup.py build_ext >&2 && cat build/lib*/dist_train/_csrc.so | sha256sum"
+    built = images.shell(again, "localhost/dist_train:kernels")
     assert images.shell(f"cat {LIBRARY} | sha256sum") == built
     pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     versions = {canonical(name): number for name, number in pinned}

@@ -203,17 +203,12 @@ def test_the_pods_of_the_pytorchjob_join_as_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
-def test_the_pods_train_on_this_machine_with_their_own_environment_and_command(kind: str, tmp_path: Path) -> None:
+def test_the_pods_of_the_job_train_on_this_machine_with_their_own_environment_and_command(tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    if kind == "Job":
-        pods = [{**env, "DIST_TRAIN_RENDEZVOUS": f"127.0.0.1:{port}"} for env in job_pods()]
-        container = documents("job.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
-    else:
-        pods = [{**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for env in pytorchjob_pods()]
-        container = replicas()["Master"]["template"]["spec"]["containers"][0]
+        meeting = f"127.0.0.1:{found.getsockname()[1]}"
+    pods = [{**env, "DIST_TRAIN_RENDEZVOUS": meeting} for env in job_pods()]
+    (container,) = documents("job.yaml")["Job"]["spec"]["template"]["spec"]["containers"]
     smaller = [word for word in container["args"] if not word.startswith(("model=", "precision=", "mesh.dp="))]
     arguments = dict(word.split("=", 1) for word in [*smaller[1:], *TOY, "train.steps=3"])
     arguments |= {"run.dir": str(tmp_path / "run"), "data.cache_dir": str(tmp_path / "tokens"), "mesh.dp": "2"}

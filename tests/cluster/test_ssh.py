@@ -24,9 +24,8 @@ class Site:
 
     def __init__(self, hosts: Hosts, folder: Path, cache: str) -> None:
         self.hosts, self.folder = hosts, folder
-        (folder / "hosts").write_text("h1 slots=2\nroot@h2 slots=2  # the second\n")
         over_ssh = ["launch.kind=ssh", "launch.hostfile=hosts", f"launch.ssh_command=[ssh,-F,{folder}/ssh]"]
-        self.command = [*DIST_TRAIN, "train", *TOY, cache, *over_ssh, "mesh.dp=4", "run.dir=run", "launch.lost_seconds=10"]
+        self.command = [*DIST_TRAIN, "train", *TOY, cache, *over_ssh, "run.dir=run", "launch.lost_seconds=10"]
         self._sshd()
 
     def _sshd(self) -> None:
@@ -52,8 +51,10 @@ class Site:
                 time.sleep(0.1)
         self.before = set(self.hosts.processes())
 
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
-        return self.hosts.start(1, [*self.command, *more], self.folder / "output", cwd=self.folder)
+    def start(self, steps: str, ranks: int = 1) -> subprocess.Popen[bytes]:
+        """With so many ranks on each host."""
+        (self.folder / "hosts").write_text(f"h1 slots={ranks}\nroot@h2 slots={ranks}  # the second\n")
+        return self.hosts.start(1, [*self.command, steps, f"mesh.dp={2 * ranks}"], self.folder / "output", cwd=self.folder)
 
     def said(self) -> str:
         return (self.folder / "output").read_text(errors="replace")
@@ -88,7 +89,7 @@ def site(two_hosts: Hosts, tmp_path: Path, cache: str) -> Iterator[Site]:
 
 
 def test_two_hosts_of_two_ranks_have_the_losses_of_one_process(site: Site, cache: str) -> None:
-    process = site.start("train.steps=6")
+    process = site.start("train.steps=6", ranks=2)
     assert process.wait(180) == 0, site.said()
     assert f"finished: {site.folder}/run" in site.said()
     logs = sorted(path.name for path in (site.folder / "run" / "logs").iterdir())

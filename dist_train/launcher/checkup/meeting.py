@@ -53,45 +53,45 @@ Examine = Callable[[str, bool], Report]  # (a host of the same job or "", whethe
 
 def lead(store: Store, size: int, address: str, examine: Examine, run_dir: Path | None, seconds: float) -> Allocation:
     """Rank 0's part: collects everything. `address`: where the others met it."""
-    talk = _Talk(store, 0, seconds)
-    found = Allocation(size, seconds)
-    words = talk.collect("hello", range(1, size))
-    hello = {0: {"host": socket.gethostname(), "address": address}} | words
-    found.hosts = {rank: word["host"] for rank, word in sorted(hello.items())}
-    found.silent = {rank: CAME for rank in range(size) if rank not in hello}
-    with _token(run_dir) as token:
-        talk.say("present", {"hello": {str(rank): word for rank, word in hello.items()}, "token": token})
-        found.reports[0] = examine(_peer(0, hello), True)
-        for rank, word in talk.collect("report", sorted(words)).items():
-            found.reports[rank] = Report.from_plain(word)
-    found.silent |= {rank: REPORT for rank in words if rank not in found.reports}
-    _lead_rounds(talk, found)
-    talk.say("end", {})
-    talk.close(len(found.reports) - len([rank for rank in found.silent if rank in found.reports]))
-    return found
+    with _Talk(store, 0, seconds) as talk:
+        found = Allocation(size, seconds)
+        words = talk.collect("hello", range(1, size))
+        hello = {0: {"host": socket.gethostname(), "address": address}} | words
+        found.hosts = {rank: word["host"] for rank, word in sorted(hello.items())}
+        found.silent = {rank: CAME for rank in range(size) if rank not in hello}
+        with _token(run_dir) as token:
+            talk.say("present", {"hello": {str(rank): word for rank, word in hello.items()}, "token": token})
+            found.reports[0] = examine(_peer(0, hello), True)
+            for rank, word in talk.collect("report", sorted(words)).items():
+                found.reports[rank] = Report.from_plain(word)
+        found.silent |= {rank: REPORT for rank in words if rank not in found.reports}
+        _lead_rounds(talk, found)
+        talk.say("end", {})
+        talk.part(len(found.reports) - len([rank for rank in found.silent if rank in found.reports]))
+        return found
 
 
 def attend(store: Store, rank: int, address: str, examine: Examine, seconds: float) -> None:
     """The part of every other rank. `address`: of rank 0. Raises DistStoreError when rank 0 falls silent."""
-    talk = _Talk(store, rank, seconds)
-    way = leads_to(address, interfaces())
-    talk.say(f"hello/{rank}", {"host": socket.gethostname(), "address": way.address if way else ""})
-    present = talk.hear("present")
-    hello = {int(each): word for each, word in present["hello"].items()}
-    if rank not in hello:
-        raise DistStoreError(f"came later than the {seconds:g} s that rank 0 waits for each rank (--timeout)")
-    report = examine(_peer(rank, hello), _is_first(rank, {each: word["host"] for each, word in hello.items()}))
-    report = dataclasses.replace(report, sees_run_dir=not present["token"] or _appears(Path(present["token"])))
-    talk.say(f"report/{rank}", dataclasses.asdict(report))
-    for number, pairs in enumerate(talk.hear("rounds")["rounds"]):
-        dropped = talk.hear(f"go/{number}")["dropped"]
-        if rank in dropped:
-            raise DistStoreError("rank 0 has left this rank out, since it did not come back from a measurement in time")
-        for a, b in pairs:
-            if rank in (a, b) and not {a, b} & set(dropped):
-                talk.say(f"result/{number}/{rank}", _result(talk.store, a, b, rank, seconds))
-    talk.hear("end")
-    talk.close(0)
+    with _Talk(store, rank, seconds) as talk:
+        way = leads_to(address, interfaces())
+        talk.say(f"hello/{rank}", {"host": socket.gethostname(), "address": way.address if way else ""})
+        present = talk.hear("present")
+        hello = {int(each): word for each, word in present["hello"].items()}
+        if rank not in hello:
+            raise DistStoreError(f"came later than the {seconds:g} s that rank 0 waits for each rank (--timeout)")
+        report = examine(_peer(rank, hello), _is_first(rank, {each: word["host"] for each, word in hello.items()}))
+        report = dataclasses.replace(report, sees_run_dir=not present["token"] or _appears(Path(present["token"])))
+        talk.say(f"report/{rank}", dataclasses.asdict(report))
+        for number, pairs in enumerate(talk.hear("rounds")["rounds"]):
+            dropped = talk.hear(f"go/{number}")["dropped"]
+            if rank in dropped:
+                raise DistStoreError("rank 0 has left this rank out, since it did not come back from a measurement in time")
+            for a, b in pairs:
+                if rank in (a, b) and not {a, b} & set(dropped):
+                    talk.say(f"result/{number}/{rank}", _result(talk.store, a, b, rank, seconds))
+        talk.hear("end")
+        talk.part(0)
 
 
 def _lead_rounds(talk: _Talk, found: Allocation) -> None:
@@ -158,14 +158,19 @@ class _Talk:
         self._fed = time.monotonic()
         return {rank: json.loads(self.store.get(name)) for rank, name in keys.items()}
 
-    def close(self, others: int) -> None:
+    def part(self, others: int) -> None:
         """Rank 0, who may host the store, is the last to go; `others`: how many will leave after it said so."""
         until = time.monotonic() + 5.0
         count = self.store.add("left", 1)
         while self._rank == 0 and count < others and time.monotonic() < until:
             time.sleep(0.02)
             count = self.store.add("left", 0)
-        self._closed.set()
+
+    def __enter__(self) -> _Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()  # whatever happened: a process that goes on must not be ended for it later
 
     def _watch(self) -> None:
         while not self._closed.wait(1.0):

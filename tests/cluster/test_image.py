@@ -18,7 +18,7 @@ import pytest
 from dist_train import __version__
 from tests.cluster.conftest import DIST_TRAIN, ROOT, TOY
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 IMAGE, BASE = "localhost/dist_train:test", "localhost/dist_train_base:test"
 LIBRARY = "/opt/dist_train/lib/python3*/site-packages/dist_train/_csrc.so"
 ARGUMENTS = ["a b", "--x=a b", "", "-4C", "$HOME", "*", "a\nb", "é", "'", '"', "\\"]  # those of F31, and quotes
@@ -43,7 +43,7 @@ class Images:
         self.call(
             "buildah", "bud", "--isolation", "chroot", "--format", "docker", "--layers", *of_pip(), *options,
             "--build-arg", f"BASE_IMAGE={BASE}", "--build-arg", f"TORCH=torch=={version('torch')}", "--build-arg", "REVISION=abc",
-            "-f", ROOT / "docker" / "Dockerfile", "-t", tag, ROOT,
+            "-f", ROOT / "docker" / "Dockerfile", "-t", tag, ROOT, seconds=1200,
         )  # fmt: skip
 
     def run(self, *words: str, options: tuple[str, ...] = (), program: str = "", image: str = IMAGE) -> str:

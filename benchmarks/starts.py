@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dist_train.launcher.remote import free_port
+
 TINY = [
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=32", "model.vocab=53"),
     *("data=synthetic", "data.synthetic_documents=64", "train.seq_len=16", "train.global_batch=16", "train.micro_batch=1"),
@@ -100,7 +102,7 @@ def forked(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`work(rank, ranks, port, *arguments)` on ranks that are copies of this process; what they return, in order."""
     import torch.distributed as dist
 
-    port = _free_port()
+    port = free_port()
     assert dist.is_available()
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -121,14 +123,6 @@ def forked(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         if any(statuses):
             raise SystemExit(f"starts.py: ranks ended with {statuses}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 def count(layout: str, ranks: int) -> dict[str, Any]:
@@ -207,7 +201,7 @@ def show_seconds(ranks: list[int], nodes: int) -> list[dict[str, Any]]:
             words = [*TINY, f"mesh.dp={each * nodes}", f"launch.nodes={nodes}"]
             words += [f"run.dir={folder}/run", f"data.cache_dir={folder}/data"]
             command = [sys.executable, "-m", "dist_train.cli.main", "train", *words]
-            port, begin = _free_port(), time.time()
+            port, begin = free_port(), time.time()
             started = []
             for node in range(nodes):
                 place = {"DIST_TRAIN_NODES": nodes, "DIST_TRAIN_NODE_RANK": node, "DIST_TRAIN_RENDEZVOUS": f"127.0.0.1:{port}"}

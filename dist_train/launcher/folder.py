@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -91,3 +92,13 @@ def _write(path: Path, text: str) -> None:
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     aside.replace(path)
+
+
+def appears(file: Path, seconds: float) -> bool:
+    """Whether a file that another host makes on a shared file system is seen here in so many seconds."""
+    until = time.monotonic() + seconds
+    while not file.is_file():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True

@@ -18,6 +18,7 @@ from dist_train.config.compose import ConfigError
 from dist_train.config.schema import LaunchConfig
 from dist_train.launcher import elastic
 from dist_train.launcher.environment import NodePlace
+from dist_train.launcher.folder import appears
 from dist_train.launcher.peers import Peers
 from dist_train.launcher.rendezvous import FixedNodes, port_error
 from dist_train.launcher.report import BAD_INPUT, LOST
@@ -55,7 +56,7 @@ def run_node(place: NodePlace, launch: LaunchConfig, prepare: Callable[[], tuple
         return BAD_INPUT  # node 0 has the words
     peers.met(answer["hosts"])
     run_dir = Path(answer["run_dir"])
-    if not _appears(run_dir / "config.yaml"):
+    if not appears(run_dir / "config.yaml", _SEEN_SECONDS):
         print(
             f"dist-train train: {run_dir}: node {place.node} ({socket.gethostname()}) does not see the folder of node 0; "
             "set run.dir to a folder on a file system that all nodes share.",
@@ -123,12 +124,3 @@ def _hear(store: Store, peers: Peers) -> dict:
             break
         time.sleep(0.1)
     return {}
-
-
-def _appears(file: Path) -> bool:
-    until = time.monotonic() + _SEEN_SECONDS
-    while not file.is_file():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.2)
-    return True

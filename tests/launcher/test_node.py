@@ -22,6 +22,7 @@ from dist_train.launcher import peers as peers_module
 from dist_train.launcher.environment import NodePlace, Place, detect_node, node_of_step
 from dist_train.launcher.node import run_node
 from dist_train.launcher.peers import Peers
+from dist_train.launcher.remote import free_port
 from tests.launcher.jobs import Job, job, run
 from tests.launcher.test_train import TOY, rank_pid, steps, wait_for_steps
 
@@ -32,12 +33,6 @@ LOST = ["launch.lost_seconds=3"]
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"data.cache_dir={tmp_path_factory.getbasetemp() / 'tokens'}"]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def nodes(stack: ExitStack, folder: Path, count: int, *command: str) -> list[Job]:

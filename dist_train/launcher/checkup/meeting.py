@@ -27,6 +27,7 @@ from dist_train.comm.collectives import Collectives
 from dist_train.launcher.checkup.links import Link, measure, rounds
 from dist_train.launcher.checkup.machine import Report
 from dist_train.launcher.checkup.network import interfaces, leads_to
+from dist_train.launcher.folder import appears
 
 MOST_RANKS = 16  # of which all pairs are measured; of more, the first rank of each host
 MOST_ROUNDS = 128
@@ -81,7 +82,7 @@ def attend(store: Store, rank: int, address: str, examine: Examine, seconds: flo
         if rank not in hello:
             raise DistStoreError(f"came later than the {seconds:g} s that rank 0 waits for each rank (--timeout)")
         report = examine(_peer(rank, hello), _is_first(rank, {each: word["host"] for each, word in hello.items()}))
-        report = dataclasses.replace(report, sees_run_dir=not present["token"] or _appears(Path(present["token"])))
+        report = dataclasses.replace(report, sees_run_dir=not present["token"] or appears(Path(present["token"]), _SEEN_SECONDS))
         talk.say(f"report/{rank}", dataclasses.asdict(report))
         for number, pairs in enumerate(talk.hear("rounds")["rounds"]):
             dropped = talk.hear(f"go/{number}")["dropped"]
@@ -201,15 +202,6 @@ class _token:
     def __exit__(self, *_: object) -> None:
         if self._file:
             os.unlink(self._file)
-
-
-def _appears(file: Path) -> bool:
-    until = time.monotonic() + _SEEN_SECONDS
-    while not file.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _peer(rank: int, hello: dict[int, dict[str, str]]) -> str:

@@ -69,17 +69,20 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # One look decides. Elastic's own, after ours, would find the rank that died between the two, and the job would end
+        # with a failure that nobody noted: with 0.
         self._note_ends(worker_group)
         elsewhere = self._peers.trouble() if self._peers is not None and self.first is None else None
         status = self.first.status if self.first is not None else elsewhere.status if elsewhere is not None else OK
-        if status != OK and self._pcontext is not None:
+        if status != OK:
             if status in (BAD_INPUT, LOST, PREEMPTED):
                 self._remaining_restarts = 0
             patience = self._grace_seconds if status == PREEMPTED else min(SIBLING_SECONDS, self._grace_seconds)
             self._end_all(patience)
-        if elsewhere is not None:
             return RunResult(WorkerState.FAILED)
-        return super()._monitor_workers(worker_group)
+        if self.all_had_ended:
+            return RunResult(WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers})
+        return RunResult(WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
         if self._peers is None:  # otherwise nodes part by `Peers.leave`, which a dead node does not hold up

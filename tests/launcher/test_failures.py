@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -47,6 +49,29 @@ def test_F29_a_missing_script_is_refused_before_any_rank_starts(tmp_path: Path) 
     code, text = run(tmp_path, "launch", "--ranks", "2", "missing.py", seconds=10)
     assert code == 2
     assert text == "dist-train launch: missing.py: no such file; give the path of a Python file or the name of a program.\n"
+
+
+def test_F29_a_rank_that_dies_right_after_the_launcher_looked_is_seen_the_next_time(tmp_path: Path) -> None:
+    text = """
+import os, sys
+from dist_train.cli.main import main
+from dist_train.launcher.agent import Agent
+
+look = Agent._note_ends
+
+def look_and_kill(agent, group):
+    look(agent, group)
+    if not agent._ended:
+        pid = agent._pcontext.pids()[1]
+        os.kill(pid, 9)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+Agent._note_ends = look_and_kill
+sys.exit(main(["launch", "--ranks", "2", "sleep", "60"]))
+"""
+    found = subprocess.run([sys.executable, script(tmp_path, text)], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert found.returncode == 137, found.stderr
+    assert "rank 1 was killed by SIGKILL" in found.stderr
 
 
 def test_F32_siblings_that_ignore_SIGTERM_and_children_of_ranks_are_gone_within_seconds(tmp_path: Path) -> None:

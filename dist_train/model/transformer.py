@@ -59,6 +59,11 @@ class Context(NamedTuple):
     documents: Documents | None  # None: plain causal
 
 
+def _table(rows: int, columns: int) -> nn.Embedding:
+    """Without nn.Embedding's own initialisation, which on the meta device imports torch's compiler: 2 s of a rank's start."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
+
+
 class Transformer(nn.Module):
     """The model, or of a model cut in several parts those that one rank holds, in the order of their blocks."""
 
@@ -69,8 +74,8 @@ class Transformer(nn.Module):
         self.config, self.attention = config, attention
         self.cuts = tuple(cuts or [Cut(0, config.layers)])
         if self.begins:
-            self.embed = nn.Embedding(config.vocab, config.hidden)
-            self.positions = nn.Embedding(config.max_positions, config.hidden) if config.family == "gpt" else None
+            self.embed = _table(config.vocab, config.hidden)
+            self.positions = _table(config.max_positions, config.hidden) if config.family == "gpt" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for cut in self.cuts:

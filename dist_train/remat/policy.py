@@ -28,7 +28,7 @@ _KEPT = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
-        flash_attention._opoverload,
+        flash_attention,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

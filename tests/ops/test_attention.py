@@ -303,7 +303,7 @@ def test_packed_attention_compiles_without_a_break_and_is_a_sound_operator():
     numbers, inputs = numbers_of(*LENGTHS), draw(12, 12, 8, torch.float32, rows=4)
     given = (*inputs, numbers, 0, True, 8**-0.5, 0.0, "cpu_flash")
     torch.library.opcheck(
-        api.flash_attention._opoverload, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        api.flash_attention, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     )
     compiled = torch.compile(lambda *x: attention(*x, Documents(numbers), 0.0, "flash"), fullgraph=True, backend="aot_eager")
     eager = attention(*inputs, Documents(numbers), 0.0, "flash")

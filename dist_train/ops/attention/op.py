@@ -1,5 +1,9 @@
 """`dist_train::flash_attention`: one operator around every flash kernel, so that autograd, selective recompute, fake tensors and
-torch.compile know one thing, and what the kernels want of layouts and head widths is done in one place."""
+torch.compile know one thing, and what the kernels want of layouts and head widths is done in one place.
+
+The operators are defined by `torch.library.define`: the first call of a `torch.library.custom_op` imports torch's compiler, which
+is a third of what a rank does until its first step.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,16 @@ from dist_train.ops.attention.cuda import HAS_STATE, Kernel, load
 _WIDTHS = 8  # head widths on CUDA are padded to a multiple of this
 
 
-@torch.library.custom_op(
+torch.library.define(
     "dist_train::flash_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, int longest, bool causal, float scale, float dropout, str kernel)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? documents, int longest, bool causal, float scale, float dropout, str kernel)"
     " -> (Tensor out, Tensor lse, Tensor state)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
-def flash_attention(
+flash_attention = torch.ops.dist_train.flash_attention.default
+
+
+def _forward(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSH: Tensor,
@@ -52,7 +59,10 @@ def flash_attention(
     return _from_kernel(out, documents, rows, width), lse, state
 
 
-@flash_attention.register_fake
+torch.library.impl("dist_train::flash_attention", "default", _forward)
+
+
+@torch.library.register_fake("dist_train::flash_attention")
 def _(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, dropout, kernel):  # type: ignore[no-untyped-def]
     rows, heads, queries, _ = q_BNTH.shape
     wide = torch.promote_types(q_BNTH.dtype, torch.float32)
@@ -64,13 +74,16 @@ def _(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, dropout, kernel
     return cpu.empty_as_made(q_BNTH), lse_BNT, state
 
 
-@torch.library.custom_op(
+torch.library.define(
     "dist_train::flash_attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor state, Tensor? documents, int longest,"
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor state, Tensor? documents, int longest,"
     " bool causal, float scale, float dropout, str kernel) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
-def flash_attention_backward(
+flash_attention_backward = torch.ops.dist_train.flash_attention_backward.default
+
+
+def _backward(
     grad_BNTH: Tensor,
     q_BNTH: Tensor,
     k_BKSH: Tensor,
@@ -101,7 +114,10 @@ def flash_attention_backward(
     return tuple(_from_kernel(x, documents, rows, width) for x in found)  # type: ignore[return-value]
 
 
-@flash_attention_backward.register_fake
+torch.library.impl("dist_train::flash_attention_backward", "default", _backward)
+
+
+@torch.library.register_fake("dist_train::flash_attention_backward")
 def _(grad_BNTH, q_BNTH, k_BKSH, v_BKSH, *rest):  # type: ignore[no-untyped-def]
     return tuple(cpu.empty_as_made(x) for x in (q_BNTH, k_BKSH, v_BKSH))
 
@@ -117,16 +133,19 @@ def _differentiate(ctx: Any, grad_BNTH: Tensor, *_: Any) -> tuple[Tensor | None,
     return *flash_attention_backward(grad_BNTH, *saved, documents, *ctx.numbers), *[None] * 6
 
 
-flash_attention.register_autograd(_differentiate, setup_context=_keep)
+torch.library.register_autograd("dist_train::flash_attention", _differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op(
+torch.library.define(
     "dist_train::flash_chunk",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, int longest, bool causal, float scale, str kernel)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? documents, int longest, bool causal, float scale, str kernel)"
     " -> (Tensor out, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
-def flash_chunk(
+flash_chunk = torch.ops.dist_train.flash_chunk.default
+
+
+def _chunk(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSH: Tensor,
@@ -140,10 +159,13 @@ def flash_chunk(
 
     An operator apart, so that selective recompute does not keep every part of what is put together from several.
     """
-    return flash_attention._init_fn(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, 0.0, kernel)[:2]
+    return _forward(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, 0.0, kernel)[:2]
 
 
-@flash_chunk.register_fake
+torch.library.impl("dist_train::flash_chunk", "default", _chunk)
+
+
+@torch.library.register_fake("dist_train::flash_chunk")
 def _(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, kernel):  # type: ignore[no-untyped-def]
     return flash_attention(q_BNTH, k_BKSH, v_BKSH, documents, longest, causal, scale, 0.0, kernel)[:2]
 

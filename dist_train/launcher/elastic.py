@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dist_train.launcher.logs import RankLogs
     from dist_train.launcher.peers import Peers
 
-SETTLE_SECONDS = 5.0  # in which the nodes of a job agree whose failure was the first
-
 
 @dataclass(frozen=True)
 class Job:
@@ -136,7 +134,7 @@ def _conclude(agent: Agent, logs: RankLogs, stopped_by: signal.Signals | None, k
         _say(f"dist-train: stopped by {stopped_by.name}; the ranks ended without saving (exit statuses {_listed(agent)})")
         return 128 + stopped_by
     ended = peers is not None and (agent.first is not None or peers.trouble() is not None)
-    cause = peers.settled(SETTLE_SECONDS) if peers is not None and ended else None
+    cause = peers.settled() if peers is not None and ended else None
     if peers is not None and cause is not None and cause.node != peers.node and cause.status != PREEMPTED:
         _say(f"dist-train: {cause.words()}; exit code of the job: {exit_code(cause.status)}")
         return exit_code(cause.status)

@@ -31,11 +31,20 @@ def run_node(place: NodePlace, launch: LaunchConfig, prepare: Callable[[], tuple
 
     `prepare` checks, prepares and makes the run folder; it runs on node 0 alone, and gives the folder and the descriptors of
     its lock. The others get the path, which must be on a file system that all nodes see, or the complaint. Raises ConfigError
-    on node 0 for what `prepare` refused, and on any node that does not find the others.
+    on node 0 for what `prepare` refused and for a port in use. Nodes that do not find each other end with 74, like one that is
+    lost: a later start may find them.
     """
     for name in NodePlace.VARIABLES:  # what the ranks start is no node of this job
         os.environ.pop(name, None)
-    store, own = _connect(place, launch.timeout_seconds), _connect(place, launch.timeout_seconds)
+    try:
+        store, own = _connect(place, launch.timeout_seconds), _connect(place, launch.timeout_seconds)
+    except (DistNetworkError, DistStoreError) as error:
+        if place.node == 0:
+            raise port_error(place.port, error) from error
+        return _lost(
+            f"node {place.node} ({socket.gethostname()}) did not reach node 0 at {place.address}:{place.port} in "
+            f"{launch.timeout_seconds:g} s ({str(error).splitlines()[0]}); is it running, and is the port let through?"
+        )
     peers = Peers(own, place.node, place.nodes, launch.lost_seconds, launch.grace_seconds)
     store.set(f"host{place.node}", socket.gethostname())
     store.set(f"beat{place.node}", "0")
@@ -47,13 +56,15 @@ def run_node(place: NodePlace, launch: LaunchConfig, prepare: Callable[[], tuple
     else:
         answer = _hear(store, peers)
         if not answer:
-            print(f"dist-train train: node 0 at {place.address}:{place.port} was lost before the ranks started", file=sys.stderr)
-            return LOST
+            return _lost(f"node 0 at {place.address}:{place.port} was lost before the ranks started")
+    if missing := answer.get("missing"):
+        peers.leave(LOST)
+        return _lost(missing) if place.node == 0 else LOST  # node 0 has the words
     if refused := answer.get("refused"):
         peers.leave(BAD_INPUT)
         if place.node == 0:
             raise ConfigError(refused)
-        return BAD_INPUT  # node 0 has the words
+        return BAD_INPUT
     peers.met(answer["hosts"])
     run_dir = Path(answer["run_dir"])
     if not appears(run_dir / "config.yaml", _SEEN_SECONDS):
@@ -81,15 +92,12 @@ def run_node(place: NodePlace, launch: LaunchConfig, prepare: Callable[[], tuple
 def _connect(place: NodePlace, seconds: float) -> Store:
     """A connection to the store of node 0, who hosts it with its first one and for as long as its process lives."""
     timeout = timedelta(seconds=seconds)
-    try:
-        return TCPStore(place.address, place.port, None, place.node == 0, timeout, wait_for_workers=False, multi_tenant=True)
-    except (DistNetworkError, DistStoreError) as error:
-        if place.node == 0:
-            raise port_error(place.port, error) from error
-        raise ConfigError(
-            f"node {place.node} ({socket.gethostname()}): did not reach node 0 at {place.address}:{place.port} in {seconds:g} s "
-            f"({str(error).splitlines()[0]}); is it running, and does the network let this port through?"
-        ) from error
+    return TCPStore(place.address, place.port, None, place.node == 0, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _lost(words: str) -> int:
+    print(f"dist-train train: {words}", file=sys.stderr, flush=True)
+    return LOST
 
 
 def _lead(
@@ -107,7 +115,7 @@ def _lead(
     if missing := [node for node in range(place.nodes) if not store.check([f"host{node}"])]:
         listed = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
         return {
-            "refused": f"{len(missing)} of {place.nodes} nodes did not come to {place.address}:{place.port} in {seconds:g} s "
+            "missing": f"{len(missing)} of {place.nodes} nodes did not come to {place.address}:{place.port} in {seconds:g} s "
             f"(launch.timeout_seconds), counted from 0: {listed}; see what their launchers say."
         }, held
     hosts = [store.get(f"host{node}").decode() for node in range(place.nodes)]

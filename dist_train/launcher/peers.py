@@ -19,6 +19,7 @@ from torch.distributed import Store
 from dist_train.launcher.report import LOST, OK, exit_code, meaning
 
 BEAT_SECONDS = 0.5
+_SETTLE_SECONDS = 5.0  # beyond `lost_seconds`: until all have heard whose failure was the first
 _GONE_SECONDS = 10.0  # what node 0 waits, at the end, for the others to read how the job ended
 _SLACK_SECONDS = 60.0  # beyond the grace of the ranks, for everything that comes after them
 
@@ -52,7 +53,8 @@ class Peers:
         self._store, self._lost_seconds, self._grace_seconds = store, lost_seconds, grace_seconds
         self._attempt = 0
         self._found: dict[int, Trouble] = {}  # attempt -> what ended it
-        self._report: tuple[int, Trouble, float] | None = None  # attempt, trouble, when it may be told
+        self._report: tuple[int, Trouble, bool] | None = None  # attempt, trouble, whether it may be another's
+        self._suspected: dict[int, float] = {}  # node 0: attempt -> when it heard of a failure that may be another's
         self._heard = time.monotonic()  # when the store answered last
         self._broken: Trouble | None = None  # no store any more
         self._leaving = self._left = False
@@ -72,10 +74,10 @@ class Peers:
         self._attempt = number
 
     def report(self, rank: int | None, status: int, told: bool) -> None:
-        """This attempt ended here. `told`: the rank wrote why, so it may be a victim of another, which is heard first."""
+        """This attempt ended here. `told`: the rank wrote why, so it may be a victim: of a rank that wrote nothing, or of a node
+        that is gone. It counts once every node has given a sign of life since then, and nobody has reported otherwise."""
         if self._report is None or self._report[0] < self._attempt:
-            trouble = Trouble(self.node, self.hosts[self.node], rank, status)
-            self._report = self._attempt, trouble, time.monotonic() + (2 * BEAT_SECONDS if told else 0.0)
+            self._report = self._attempt, Trouble(self.node, self.hosts[self.node], rank, status), told
 
     def trouble(self) -> Trouble | None:
         """What ended the present attempt, wherever it happened; None as long as nothing did."""
@@ -83,9 +85,9 @@ class Peers:
             self._broken = Trouble(0, self.hosts[0], None, LOST)
         return self._found.get(self._attempt) or self._broken
 
-    def settled(self, seconds: float) -> Trouble | None:
-        """`trouble`, after waiting so long for the nodes to agree which one was the first."""
-        until = time.monotonic() + seconds
+    def settled(self) -> Trouble | None:
+        """`trouble`, after waiting for the nodes to agree which one was the first; None when they did not in good time."""
+        until = time.monotonic() + self._lost_seconds + _SETTLE_SECONDS
         while (found := self.trouble()) is None and time.monotonic() < until:
             time.sleep(0.05)
         return found
@@ -119,6 +121,8 @@ class Peers:
                 self._store.set(f"beat{self.node}", str(beat))
                 self._share_trouble()
                 silent = self._silent() if self.node == 0 and self._complete else 0
+                if self.node == 0 and self._complete:
+                    self._clear_suspicion()
                 self._heard = time.monotonic()
                 if self._leaving:
                     self._part(silent)
@@ -128,10 +132,11 @@ class Peers:
 
     def _share_trouble(self) -> None:
         if self._report is not None and self._report[0] not in self._found:
-            attempt, trouble, when = self._report
-            if time.monotonic() >= when or self._store.check([f"trouble{attempt}"]):
-                first = self._store.compare_set(f"trouble{attempt}", "", json.dumps(asdict(trouble)))
-                self._found[attempt] = Trouble(**json.loads(first))
+            attempt, trouble, told = self._report
+            if told and not self._store.check([f"trouble{attempt}"]):
+                self._store.compare_set(f"suspect{attempt}", "", json.dumps(asdict(trouble)))
+            else:
+                self._settle(attempt, trouble)
         elif (attempt := self._attempt) not in self._found and self._store.check([f"trouble{attempt}"]):
             self._found[attempt] = Trouble(**json.loads(self._store.get(f"trouble{attempt}")))
 
@@ -144,10 +149,21 @@ class Peers:
                 self._last_beat[node] = value, now
         silent = [node for node, (_, when) in self._last_beat.items() if now - when > self._lost_seconds]
         if silent and self._attempt not in self._found:
-            trouble = json.dumps(asdict(Trouble(silent[0], self.hosts[silent[0]], None, LOST)))
-            first = self._store.compare_set(f"trouble{self._attempt}", "", trouble)
-            self._found[self._attempt] = Trouble(**json.loads(first))
+            self._settle(self._attempt, Trouble(silent[0], self.hosts[silent[0]], None, LOST))
         return len(silent)
+
+    def _clear_suspicion(self) -> None:
+        """Node 0: the first failure that may have been another's is what it says, now that no node can have been lost with it."""
+        for attempt in set(range(self._attempt + 1)) - self._found.keys():
+            if self._store.check([f"suspect{attempt}"]):
+                since = self._suspected.setdefault(attempt, time.monotonic())
+                if time.monotonic() - since > 2 * BEAT_SECONDS and all(beat > since for _, beat in self._last_beat.values()):
+                    self._settle(attempt, Trouble(**json.loads(self._store.get(f"suspect{attempt}"))))
+
+    def _settle(self, attempt: int, trouble: Trouble) -> None:
+        """Whoever comes first says for all what ended the attempt."""
+        first = self._store.compare_set(f"trouble{attempt}", "", json.dumps(asdict(trouble)))
+        self._found[attempt] = Trouble(**json.loads(first))
 
     def _part(self, silent: int) -> None:
         """Once nothing is left to report: node 0 says how it ended when all have left, and is the last to go."""

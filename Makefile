@@ -4,6 +4,8 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet -c con
 READY = .venv/.ready
 CSRC = $(wildcard csrc/* csrc/*/*)
 ARGS ?=
+WORKERS ?= 2
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup train test test-all test-parity test-cluster lint bench
 
@@ -15,18 +17,18 @@ setup: $(READY) ## make .venv with everything that training and testing need
 train: $(READY) ## train a small language model on two ranks; more with ARGS="train.steps=400 model=..."
 	.venv/bin/dist-train train mesh.dp=2 $(ARGS)
 
-test: $(READY) ## run the tests, of costly parameters a spread; one of them with ARGS="tests/launcher -k F29"
-	.venv/bin/python -m pytest --spread $(ARGS)
+test: $(READY) ## run the tests, of costly parameters a spread; some with ARGS="tests/launcher -k F29", in one process with WORKERS=0
+	$(PYTEST) --spread $(ARGS)
 
 test-all: $(READY) ## run the tests with all their parameters (an hour)
-	.venv/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-parity: $(READY) ## all engines' cases and 600 layouts of the parity matrices (an hour); `make test` runs a draw of them
-	PARITY=all .venv/bin/python -m pytest tests/zero/test_parity.py tests/parity $(ARGS)
+	PARITY=all $(PYTEST) tests/zero/test_parity.py tests/parity $(ARGS)
 
 test-cluster: $(READY) ## run the tests on real clusters made here: Slurm, MPI, ssh, an image (root; installs what it needs)
 	tests/cluster/setup.sh
-	.venv/bin/python -m pytest tests/cluster $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/cluster $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .

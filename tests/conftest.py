@@ -8,7 +8,11 @@ from collections import Counter
 
 import pytest
 
-from tests.toy import SHARED
+# Before torch is loaded. Threads of several processes that wait for each other on few cores make everything slower, often by a
+# factor of ten: who has a core spins for one that waits for it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.toy import SHARED  # noqa: E402
 
 # Of each test function of these files every n-th case runs. Primes, so that a step through the product of several parameters
 # meets all values of each.

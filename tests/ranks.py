@@ -64,7 +64,8 @@ class RankFailure(AssertionError):
 class _Pool:
     def __init__(self, n: int) -> None:
         context = multiprocessing.get_context("forkserver")  # one process imports torch, the ranks of all pools come from it
-        context.set_forkserver_preload(["torch", "dist_train.train.build"])
+        # What some tests import later too: there it would be each rank's 2 s.
+        context.set_forkserver_preload(["torch", "dist_train.train.build", "torch._dynamo", "torch.distributed.fsdp"])
         self._folder = tempfile.TemporaryDirectory()
         self._answers: Any = context.Queue()
         self._questions = [context.Queue() for _ in range(n)]

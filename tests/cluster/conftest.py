@@ -23,19 +23,24 @@ TOY = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise."""
+    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise.
+
+    The hosts of all tests have the same names, so one process runs all that use them; the image is built beside it.
+    """
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.xdist_group("image" if item.path.stem == "test_image" else "hosts"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def machine() -> None:
     """Root, and the programs that make hosts."""
     if os.geteuid() != 0:
-        pytest.exit("tests/cluster makes network namespaces and needs root", 2)
+        pytest.fail("tests/cluster makes network namespaces and needs root")
     if missing := [name for name in ("ip", "nsenter", "unshare", "hostname") if shutil.which(name) is None]:
-        pytest.exit(f"tests/cluster needs {', '.join(missing)}: run `make test-cluster`, which installs what it needs", 2)
+        pytest.fail(f"tests/cluster needs {', '.join(missing)}: run `make test-cluster`, which installs what it needs")
 
 
 @pytest.fixture

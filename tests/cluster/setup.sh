@@ -2,6 +2,10 @@
 # What the cluster tests run on, from Debian: only what is missing is installed. Needs root.
 set -euo pipefail
 
+if ((EUID != 0)); then
+  echo "tests/cluster: hosts are network namespaces and need root; run it as root, in a container or a machine of its own" >&2
+  exit 2
+fi
 missing=()
 need() { command -v "$1" >/dev/null || missing+=("${@:2}"); } # need PROGRAM PACKAGE...
 need ip iproute2

@@ -1,7 +1,7 @@
 """What it takes to start many ranks: operations on the store they meet in, files opened, seconds. Counts are of the real code.
 
     python benchmarks/starts.py --ranks 2,4,8             operations on the store by phase, and what 1024 ranks would need
-    python benchmarks/starts.py --files                   files that one rank opens and looks for, and modules it imports
+    python benchmarks/starts.py --files                   files a rank opens and looks for until its first step, modules
     python benchmarks/starts.py --seconds --ranks 1,2,4   from the command to the first step
 
 Ranks are forked from one process that has imported torch, so that counting eight of them costs little more than one.
@@ -174,21 +174,35 @@ def show_counts(layouts: list[str], ranks: list[int]) -> list[dict[str, Any]]:
 
 
 def show_files() -> dict[str, int]:
-    """System calls that look for or open files while one rank imports everything it needs; needs strace for all but modules."""
-    program = "import sys; import dist_train.launcher.rank; from dist_train.train.main import run_rank; print(len(sys.modules))"
-    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    found = {"modules": int(modules.stdout)}
-    for name, what in (("rank", program), ("torch", "import torch")):
-        with tempfile.NamedTemporaryFile("r") as file:
-            traced = ["strace", "-f", "-e", "trace=openat,open,stat,lstat,newfstatat,statx", "-o", file.name]
+    """System calls that look for or open files from the start of a rank to the end of its first step, which also imports; needs
+    strace for all but modules."""
+    from dist_train import data
+    from dist_train.config import compose
+
+    train = "import sys; from dist_train.launcher.rank import main; code = main(sys.argv[1:])"
+    train += "; print(len(sys.modules)); sys.exit(code)"
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose.compose([*TINY, f"data.cache_dir={folder}/data"])
+        data.prepare(config.data, progress=False)
+
+        def run(name: str, program: str, *tracer: str) -> str:
+            run_dir = Path(folder, name)
+            run_dir.mkdir()
+            (run_dir / "config.yaml").write_text(compose.dump(config))
+            command = [*tracer, sys.executable, "-c", program, str(run_dir)]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        found = {"modules": int(run("untraced", train).split()[-1])}
+        for name, program in (("rank", train), ("torch", "import torch")):
+            trace = Path(folder, f"{name}.trace")
             try:
-                subprocess.run([*traced, sys.executable, "-c", what], capture_output=True, check=True)
+                run(name, program, "strace", "-f", "-e", "trace=openat,open,stat,lstat,newfstatat,statx", "-o", str(trace))
             except FileNotFoundError:
                 print("strace is not installed: only modules are counted")
                 break
-            lines = file.read().splitlines()
-        found[f"{name} opens"] = sum(" open" in line for line in lines)
-        found[f"{name} stats"] = sum("stat" in line.split("(")[0] for line in lines)
+            lines = trace.read_text(errors="replace").splitlines()
+            found[f"{name} opens"] = sum(" open" in line for line in lines)
+            found[f"{name} stats"] = sum("stat" in line.split("(")[0] for line in lines)
     print(", ".join(f"{name}: {number}" for name, number in found.items()))
     return found
 

@@ -69,20 +69,12 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._answers: Any = context.Queue()
         self._questions = [context.Queue() for _ in range(n)]
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            self._ranks = [
-                context.Process(target=_serve, args=(rank, n, self._folder.name, question, self._answers), daemon=True)
-                for rank, question in enumerate(self._questions)
-            ]
-            for process in self._ranks:
-                process.start()
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        self._ranks = [
+            context.Process(target=_serve, args=(rank, n, self._folder.name, question, self._answers), daemon=True)
+            for rank, question in enumerate(self._questions)
+        ]
+        for process in self._ranks:
+            process.start()
         self._collect("start", time.monotonic() + 120.0)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:

@@ -18,14 +18,17 @@ from tests.toy import SHARED  # noqa: E402
 # meets all values of each.
 EVERY = {
     "csrc/test_kernels.py": 3,
-    "house/test_benchmarks.py": 2,
-    "parity/test_composition.py": 3,
-    "parity/test_layouts.py": 5,
+    "house/test_benchmarks.py": 3,
+    "parity/test_composition.py": 5,
+    "parity/test_layouts.py": 11,
     "train/test_layouts.py": 3,
+    "train/test_ops.py": 3,
     "train/test_run.py": 3,
-    "zero/test_deepspeed.py": 7,
-    "zero/test_engines.py": 5,
-    "zero/test_wires.py": 2,
+    "zero/test_deepspeed.py": 13,
+    "zero/test_engines.py": 7,
+    "zero/test_library.py": 3,
+    "zero/test_placement.py": 3,
+    "zero/test_wires.py": 3,
 }
 
 

@@ -9,13 +9,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from dist_train import __version__
+from dist_train.launcher.remote import free_port
 from tests.cluster.conftest import DIST_TRAIN, ROOT, TOY
 
 pytestmark = pytest.mark.timeout(1500)
@@ -113,6 +117,28 @@ def test_two_ranks_in_the_image_train_as_outside(images: Images, runs: Path, tmp
     subprocess.run(outside, check=True, capture_output=True, timeout=120, cwd=tmp_path)
     assert losses(runs / "inside") == pytest.approx(losses(tmp_path / "outside"), rel=1e-6) and len(losses(runs / "inside")) == 5
     assert (runs / "inside" / "config.yaml").stat().st_uid == 10001
+
+
+def test_the_two_nodes_of_compose_train_one_run(images: Images, runs: Path, tmp_path: Path) -> None:
+    """Both services as the file has them, but on the network of this machine: its names need a daemon."""
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    assert list(services) == ["node-0", "node-1"]
+    short, port = [*TOY, "train.steps=5"], free_port()
+
+    def up(service: dict[str, Any]) -> str:
+        assert service["volumes"] == ["runs:/runs"]
+        place = {**service["environment"], "DIST_TRAIN_RENDEZVOUS": f"node-0:{port}"}
+        options = ["--add-host", "node-0:127.0.0.1", "-v", f"{runs}:/runs", "--shm-size", service["shm_size"]]
+        options += [word for name in service["cap_drop"] for word in ("--cap-drop", name)]
+        options += [word for rule in service["security_opt"] for word in ("--security-opt", rule.removesuffix(":true"))]
+        options += [word for name, value in place.items() for word in ("-e", f"{name}={value}")]
+        return images.run(*(word.replace("${DEVICE:-cpu}", "cpu") for word in service["command"]), *short, options=tuple(options))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(up, services.values()))
+    outside = [*DIST_TRAIN, "train", *short, f"run.dir={tmp_path / 'outside'}", f"data.cache_dir={tmp_path / 'tokens'}"]
+    subprocess.run(outside, check=True, capture_output=True, timeout=120, cwd=tmp_path)
+    assert losses(runs / "compose") == pytest.approx(losses(tmp_path / "outside"), rel=1e-5)
 
 
 def test_F31_arguments_reach_the_ranks_in_a_container_byte_for_byte(images: Images, runs: Path) -> None:

@@ -27,10 +27,10 @@ class Job:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         return self.process.wait(seconds)
 
-    def wait_for(self, words: str, count: int = 1, seconds: float = 40.0) -> None:
+    def wait_for(self, words: str, count: int = 1, seconds: float = 100.0) -> None:
         until = time.monotonic() + seconds
         while self.text().count(words) < count:
             assert time.monotonic() < until, f"no {count} × {words!r} in {seconds} s:\n{self.text()}"
@@ -92,7 +92,7 @@ def job(folder: Path, *arguments: str, env: dict[str, str | None] | None = None)
         process.wait(10)
 
 
-def run(folder: Path, *arguments: str, env: dict[str, str | None] | None = None, seconds: float = 60.0) -> tuple[int, str]:
+def run(folder: Path, *arguments: str, env: dict[str, str | None] | None = None, seconds: float = 120.0) -> tuple[int, str]:
     """Exit code and everything said, standard error included."""
     with job(folder, *arguments, env=env) as running:
         code = running.wait(seconds)

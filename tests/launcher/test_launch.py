@@ -57,12 +57,12 @@ print("met in attempt", attempt)
 """
 
 
-def test_F35_three_jobs_at_once_meet_each_at_its_own_port(tmp_path: Path) -> None:
+def test_F35_two_jobs_at_once_meet_each_at_its_own_port(tmp_path: Path) -> None:
     name = script(tmp_path, MEET)
     with ExitStack() as stack:
-        jobs = [stack.enter_context(job(tmp_path, "launch", "--ranks", "2", name)) for _ in range(3)]
-        assert [each.wait(80) for each in jobs] == [0, 0, 0], [each.text() for each in jobs]
-        assert [each.text().count("met") for each in jobs] == [2, 2, 2]
+        jobs = [stack.enter_context(job(tmp_path, "launch", "--ranks", "2", name)) for _ in range(2)]
+        assert [each.wait(80) for each in jobs] == [0, 0], [each.text() for each in jobs]
+        assert [each.text().count("met") for each in jobs] == [2, 2]
 
 
 def test_two_nodes_meet_and_meet_again_after_a_failure_on_one(tmp_path: Path) -> None:

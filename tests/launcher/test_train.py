@@ -45,7 +45,7 @@ def rank_pid(running: Job, rank: int) -> int:
 
 
 def wait_for_steps(running: Job, run_dir: Path, count: int = 3) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() or len(steps(run_dir)) < count:
         assert running.process.poll() is None and time.monotonic() < until, running.text()
         time.sleep(0.05)
@@ -164,7 +164,7 @@ def test_F33_F37_a_run_told_to_stop_saves_where_it_stands_and_ends_with_75(tmp_p
     with job(tmp_path, "train", *TOY, *cache, "mesh.dp=2", "run.dir=run", "train.steps=100000") as running:
         wait_for_steps(running, run_dir)
         os.kill(running.process.pid if told == "launcher" else rank_pid(running, 1), signal.SIGTERM)
-        assert running.wait(30) == 75, running.text()
+        assert running.wait(60) == 75, running.text()
         running.wait_until_gone(1)
         assert f"run.dir={run_dir}" in running.text()
     assert (run_dir / "checkpoints" / f"step_{len(steps(run_dir)):08d}" / "manifest.json").exists()
@@ -195,7 +195,7 @@ def test_F29_U12_a_killed_rank_is_named_and_a_restart_goes_on_from_the_last_chec
         second = rank_pid(running, 1)
         assert second != first
         os.kill(second, signal.SIGKILL)
-        assert running.wait(30) == 137, running.text()
+        assert running.wait(60) == 137, running.text()
         running.wait_until_gone(1)
         assert "rank 1 was killed by SIGKILL (often out of memory)" in running.text()
     found = steps(run_dir)
@@ -213,7 +213,7 @@ def test_F36_ranks_that_another_launcher_started_join_and_share_one_folder(tmp_p
         with ExitStack() as stack:
             env = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
             tasks = [stack.enter_context(job(tmp_path, *command, env={**each})) for each in env]
-            assert [task.wait(60) for task in tasks] == [0, 0], [task.text() for task in tasks]
+            assert [task.wait() for task in tasks] == [0, 0], [task.text() for task in tasks]
             assert [task.text().count("dist-train generate runs/") for task in tasks] == [1, 0]
             assert [task.text().count("run folder: ") for task in tasks] == [1, 0]
     (folder,) = (tmp_path / "runs").iterdir()
@@ -239,8 +239,8 @@ def test_a_command_that_cannot_go_on_with_a_run_changes_nothing_of_it(tmp_path: 
 
     before = files()
     for override, words in [("model.hidden=32", "has shape"), ("checkpoint.resume=nowhere", "no checkpoint there")]:
-        code, text = run(tmp_path, "train", *base, override, seconds=60)
+        code, text = run(tmp_path, "train", *base, override)
         assert code == 2 and words in text and "Traceback" not in text, text
     assert files() == before
-    code, text = run(tmp_path, "train", *TOY, *cache, "checkpoint.resume=nowhere", "run.dir=other", seconds=60)
+    code, text = run(tmp_path, "train", *TOY, *cache, "checkpoint.resume=nowhere", "run.dir=other")
     assert code == 2 and not (tmp_path / "other").exists(), text

@@ -28,7 +28,7 @@ test-parity: $(READY) ## all engines' cases and 600 layouts of the parity matric
 
 test-cluster: $(READY) ## run the tests on real clusters made here: Slurm, MPI, ssh, an image (root; installs what it needs)
 	tests/cluster/setup.sh
-	.venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/cluster $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadscope -o testpaths=tests/cluster $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .

@@ -7,8 +7,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.cluster.hosts import Hosts, hosts
 
@@ -23,15 +25,21 @@ TOY = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise.
-
-    The hosts of all tests have the same names, so one process runs all that use them; the image is built beside it.
-    """
+    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.xdist_group("image" if item.path.stem == "test_image" else "hosts"))
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300))
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+class Groups(LoadScopeScheduling):
+    """The hosts of all tests have the same names, so one process runs all that use them. The image is built beside it."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "image" if "test_image.py" in nodeid else "hosts"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ class Images:
     """podman and buildah with a store of their own, which goes when the tests are over."""
 
     folder: Path
+    runroot: str
 
     def call(self, program: str, *words: str | Path, seconds: float = 600) -> str:
         """Standard output. Limits are low, so that machines which may not raise them run it too."""
-        command = [program, "--root", self.folder / "store", "--runroot", self.folder / "run", *words]
+        command = [program, "--root", self.folder / "store", "--runroot", self.runroot, *words]
         env = {"HOME": str(self.folder), "CONTAINERS_CONF": str(self.folder / "containers.conf")}
         done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=seconds)
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
@@ -83,7 +85,7 @@ def of_pip() -> Iterator[str]:
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     folder = tmp_path_factory.mktemp("images")
     (folder / "containers.conf").write_text('[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]\n')
-    found = Images(folder)
+    found = Images(folder, tempfile.mkdtemp(dir="/tmp"))  # podman wants this one in 50 characters
     suite = re.search(r"^VERSION_CODENAME=(\w+)$", Path("/etc/os-release").read_text(), re.MULTILINE)
     assert suite, "the tests of the image need Debian"
     subprocess.run(["debootstrap", "--variant=minbase", suite[1], folder / "base"], check=True, capture_output=True)
@@ -94,7 +96,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
         yield found
     finally:
         found.call("podman", "rmi", "--all", "--force")
-        subprocess.run(["rm", "-rf", folder], check=True)
+        subprocess.run(["rm", "-rf", folder, found.runroot], check=True)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.toy import SHARED  # noqa: E402
 # Of each test function of these files every n-th case runs. Primes, so that a step through the product of several parameters
 # meets all values of each.
 EVERY = {
-    "csrc/test_kernels.py": 3,
+    "csrc/test_kernels.py": 5,
     "house/test_benchmarks.py": 3,
     "parity/test_composition.py": 5,
     "parity/test_layouts.py": 11,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -203,3 +204,8 @@ def test_F30_the_head_node_is_found_where_there_is_no_scontrol(cluster: Slurm, s
     job = submit("launch.nodes=2", "mesh.dp=4", "train.steps=3", "run.dir=run", path=str(programs))
     found = cluster.wait(job)
     assert (found["JobState"], len(curve(tmp_path / "run"))) == ("COMPLETED", 3), output(tmp_path / "run")
+
+
+def test_U03_the_doctor_sees_every_host_of_an_allocation(cluster: Slurm, tmp_path: Path) -> None:
+    done = cluster.run("srun", "-N2", "-n2", *DIST_TRAIN, "doctor", "--timeout", "30", cwd=tmp_path, seconds=90)
+    assert re.search(r"ok +ranks +2 of 2 came, on h1, h2", done.stdout) and done.returncode == 0, done

@@ -120,8 +120,9 @@ class Peers:
                 beat += 1
                 self._store.set(f"beat{self.node}", str(beat))
                 self._share_trouble()
-                silent = self._silent() if self.node == 0 and self._complete else 0
+                silent = 0
                 if self.node == 0 and self._complete:
+                    silent = self._silent()
                     self._clear_suspicion()
                 self._heard = time.monotonic()
                 if self._leaving:

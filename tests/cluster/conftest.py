@@ -24,13 +24,6 @@ TOY = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test with real daemons has minutes, not the seconds of an ordinary one, unless it says otherwise."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
-
-
 class Groups(LoadScopeScheduling):
     """The hosts of all tests have the same names, so one process runs all that use them. The image is built beside it."""
 

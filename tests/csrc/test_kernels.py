@@ -21,7 +21,7 @@ from tests.csrc.harness import CSRC, GUARDED, MISSING, QUICK, SANITISED, Kernels
 FOLDERS = sorted(source.parent.name for source in CSRC.glob("*/*_cuda.cu"))
 OPS = [op for op in FOLDERS if (Path(__file__).parent / f"test_{op}.py").exists()]
 BARRIER = re.compile(r"__syncthreads\(\);")
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def module(op: str):

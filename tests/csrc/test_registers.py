@@ -15,7 +15,6 @@ SOURCES = sorted(CSRC.glob("*/*_cuda.cu"))
 KERNEL = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
 )
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc on this machine")

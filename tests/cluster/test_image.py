@@ -112,12 +112,17 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def outside(folder: Path, *words: str) -> list[float]:
+    """The losses of `dist-train WORDS…` on this machine."""
+    command = [*DIST_TRAIN, *words, f"run.dir={folder / 'outside'}", f"data.cache_dir={folder / 'tokens'}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=folder)
+    return losses(folder / "outside")
+
+
 def test_two_ranks_in_the_image_train_as_outside(images: Images, runs: Path, tmp_path: Path) -> None:
     train = ["train", *TOY, "mesh.dp=2", "train.steps=5"]
     images.run(*train, "run.dir=/runs/inside", options=("-v", f"{runs}:/runs"))
-    outside = [*DIST_TRAIN, *train, f"run.dir={tmp_path / 'outside'}", f"data.cache_dir={tmp_path / 'tokens'}"]
-    subprocess.run(outside, check=True, capture_output=True, timeout=120, cwd=tmp_path)
-    assert losses(runs / "inside") == pytest.approx(losses(tmp_path / "outside"), rel=1e-6) and len(losses(runs / "inside")) == 5
+    assert losses(runs / "inside") == pytest.approx(outside(tmp_path, *train), rel=1e-6) and len(losses(runs / "inside")) == 5
     assert (runs / "inside" / "config.yaml").stat().st_uid == 10001
 
 
@@ -138,9 +143,7 @@ def test_the_two_nodes_of_compose_train_one_run(images: Images, runs: Path, tmp_
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(up, services.values()))
-    outside = [*DIST_TRAIN, "train", *short, f"run.dir={tmp_path / 'outside'}", f"data.cache_dir={tmp_path / 'tokens'}"]
-    subprocess.run(outside, check=True, capture_output=True, timeout=120, cwd=tmp_path)
-    assert losses(runs / "compose") == pytest.approx(losses(tmp_path / "outside"), rel=1e-5)
+    assert losses(runs / "compose") == pytest.approx(outside(tmp_path, "train", *short), rel=1e-5)
 
 
 def test_F31_arguments_reach_the_ranks_in_a_container_byte_for_byte(images: Images, runs: Path) -> None:
